@@ -414,13 +414,13 @@ class ChatTokenizer:
         return len(ids) - max(1, self.unstable_tail(kwargs))
 
     def is_stable(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> bool:
-        """Whether two renderings agree that are told two different times of the same day."""
-        now, texts = datetime.now(), set()
-        for clock in (now.replace(hour=1, minute=2, second=3), now.replace(hour=14, microsecond=9)):
-            told = {"strftime_now": clock.strftime}  # a variable hides transformers' own function
-            has_clock = "strftime_now" in str(self.tokenizer.chat_template)
-            texts.add(self.render(messages, tools, {**kwargs, **told} if has_clock else kwargs))
-        return len(texts) == 1
+        """Whether the rendering stays the same for the day: twice the same, and no time in it."""
+        times = [datetime.now()]
+        text, again = (self.render(messages, tools, kwargs) for _ in range(2))
+        times.append(datetime.now())
+        formats = re.findall(r"strftime_now\(\s*['\"](.*?)['\"]", str(self.tokenizer.chat_template))
+        clocks = [f for f in formats if re.search("%-?[HIMSfpcXTRrs]", f)]
+        return text == again and not any(t.strftime(f) in text for f in clocks for t in times)
 
     def sequence(
         self, messages: Messages, tools: Tools, kwargs: dict[str, Any], params: SamplingParams
@@ -785,13 +785,17 @@ class SoloGenerator:
         self.tokens.append(token)
         self.left -= 1
         reason = "stop" if self.stop.advance(token) else None if self.left else "length"
-        self.left = 0 if reason else self.left
+        if reason:
+            self.left = 0
+            self.steps.close()
         return [], [SimpleNamespace(uid=self.uid, token=token, logprobs=logprobs,
                                     finish_reason=reason, prompt_cache=self.kv,
                                     all_tokens=self.tokens)]
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, Any]:
-        self.left = 0 if self.uid in uids else self.left
+        if self.uid in uids and self.left:
+            self.left = 0
+            self.steps.close()
         return {self.uid: (self.kv, self.tokens)} if return_prompt_caches else {}
 
 
@@ -948,7 +952,10 @@ class ModelRunner:
                 logprobs = apply_min_p(logprobs, p.min_p)
             if 0 < p.top_k < self.vocab_size:
                 logprobs = apply_top_k(logprobs, p.top_k)
-            return mx.random.categorical(logprobs * (1 / p.temperature), key=now)
+            # Gumbel's trick and not mx.random.categorical: that searches a cumulative sum over the
+            # vocabulary, where a batch's rounding (1e-6) is enough to land on the neighbour id.
+            noise = mx.random.gumbel(logprobs.shape, key=now)
+            return mx.argmax(logprobs * (1 / p.temperature) + noise, axis=-1)
 
         return sample
 
