@@ -204,7 +204,8 @@ class Sequence:
 
     prompt_ids: list[int]
     params: SamplingParams
-    boundaries: list[int] = field(default_factory=list)  # ascending, at most len(prompt_ids)
+    boundaries: list[int] = field(default_factory=list)  # lengths to store, len(prompt) at most
+    stable: int = 0  # how much of the prompt its own next turn will repeat
     thinking: bool = False  # the end of the prompt has opened a think block
     pinned: bool = False  # a warm prompt: store it for good, generate nothing
 
@@ -465,18 +466,18 @@ class ChatTokenizer:
     def sequence(
         self, messages: Messages, tools: Tools, kwargs: dict[str, Any], params: SamplingParams
     ) -> Sequence:
-        """(1) A request's messages as a sequence. Its boundaries are the end of the system prompt
-        and tools, for other conversations, and the end of what its own next turn will repeat."""
+        """(1) A request's messages as a sequence. Its boundary is the end of the system prompt and
+        tools, for other conversations to continue from."""
         messages = self.normalise(messages)
         text = self.render(messages, tools, kwargs)
         ids = self.encode(text)
         head = self.leading_prefix(messages, tools, kwargs)
         if ids[: len(head)] != head:  # the memo is from yesterday, and the template prints a date
             head = []
-        ends = {len(head), self.stable_length(ids, kwargs)}
+        boundaries = [len(head)] if 0 < len(head) < len(ids) else []
         opened = self.tokenizer.has_thinking and text.rstrip().endswith(self.tokenizer.think_start)
-        boundaries = sorted(n for n in ends if 0 < n < len(ids))
-        return Sequence(ids, params, boundaries, thinking=bool(opened))
+        stable = self.stable_length(ids, kwargs)
+        return Sequence(ids, params, boundaries, stable, thinking=bool(opened))
 
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -581,6 +582,10 @@ def can_trim(kv: KV) -> bool:
     return all(c.is_trimmable() and not getattr(c, "start_position", 0) for c in kv)
 
 
+WORTHWHILE = 32  # tokens: less of a prompt is worth neither a wait nor an entry
+DETOUR = 8  # tokens: for less, an entry is not trimmed where another one fits as it is
+
+
 @dataclass(eq=False)
 class Entry:
     """A stored prefix. Its caches have seen exactly the tokens of its key, not one more."""
@@ -625,12 +630,17 @@ class PrefixCache:
         return sum(entry.nbytes for entry in list(self.entries.values()))
 
     def find(self, key: bytes) -> tuple[Entry | None, int]:
-        """The entry that saves most of a prompt, and how many tokens that is."""
-        best, most = None, 0
+        """The entry that saves most of a prompt, and how many tokens that is.
+
+        A whole entry is preferred to a trimmed one that saves a few tokens more: GPU kernels are
+        planned for each new pair of lengths (40 ms on an H200), and whole entries repeat theirs.
+        """
+        best, most, score = None, 0, 0
         for entry in self.entries.values():
             n = entry.reusable(key)
-            if n > most or (best and n == most and entry.num_tokens < best.num_tokens):
-                best, most = entry, n
+            worth = n + DETOUR * (n == entry.num_tokens) if n else 0
+            if worth > score or (best and worth == score and entry.num_tokens < best.num_tokens):
+                best, most, score = entry, n, worth
         return best, most
 
     def fetch(self, key: bytes, count: bool = True) -> tuple[KV | None, int]:
@@ -702,7 +712,9 @@ class PrefixCache:
 # Measured, tokens: what fills the chip. A longer chunk only delays everybody else's next token.
 CPU_CHUNK, GPU_CHUNK = 256, 2048
 CACHE_SHARE = 0.2  # of the device's memory, for the prefix cache
-FINAL_PASS = 32  # tokens: only the last pass of a prompt computes logits, so it is kept short
+# Tokens. Only the last pass of a prompt computes logits. It is kept short on a CPU, where the
+# vocabulary-wide projection is dear; on a GPU one more pass is dearer.
+CPU_FINAL, GPU_FINAL = 32, 512
 AGEING = 0.5  # a token computed for others since its arrival moves a sequence up by half a token
 
 
@@ -835,6 +847,7 @@ class ModelRunner:
     def __init__(self, source: str, trust_remote_code: bool = False) -> None:
         self.source, self.trust_remote_code = source, trust_remote_code
         from mlx_lm.generate import StopSequences
+        from mlx_lm.models.cache import KVCache
 
         self.on_cpu = mx.default_device() == mx.Device(mx.cpu)
         self.model, self.tokenizer, config = self.load()
@@ -846,6 +859,8 @@ class ModelRunner:
         info = mx.device_info()
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.memory = info.get("memory_size") or info.get("total_memory") or host  # bytes
+        kinds = {type(part) for part in kv_parts(self.new_kv())}
+        self.always_trims = kinds <= {KVCache}  # however full they are
         self.self_check()
         if self.on_cpu and sys.platform == "linux" and BLAS is None:
             log.warning("no OpenBLAS found: `apt-get install libopenblas0-pthread` makes a CPU "
@@ -1136,6 +1151,7 @@ class Engine:
             self.cache.max_bytes = int(runner.memory * CACHE_SHARE)
         if self.prefill_step_size is None:
             self.prefill_step_size = CPU_CHUNK if runner.on_cpu else GPU_CHUNK
+        self.final_pass = CPU_FINAL if runner.on_cpu else GPU_FINAL
 
     async def serve(self, background: tuple[Callable[[Engine], Any], ...]) -> None:
         self.loop, self.wakeup, self.stopping = asyncio.get_running_loop(), asyncio.Event(), False
@@ -1178,6 +1194,8 @@ class Engine:
         self.num_requests += not seq.pinned
         seq.arrived, seq.num_reusable = self.num_prefilled, self.cache.find(seq.key)[1]
         self.waiting.append(seq)
+        for leader in self.prefilling:
+            self.lead(leader, seq)
 
     def do_cancel(self, seq_id: int) -> None:
         if seq := self.live.get(seq_id):
@@ -1196,7 +1214,7 @@ class Engine:
     # -- prefill --
 
     def prefill(self) -> None:
-        """Up to prefill_step_size tokens of prompts, the most urgent sequence first."""
+        """Some prefill, the most urgent sequence first: less than two chunks."""
         budget = self.prefill_step_size
         while budget > 0 and (seq := self.next_to_prefill()):
             begin = seq.num_prefilled
@@ -1205,7 +1223,7 @@ class Engine:
                     self.begin(seq)
                     begin = seq.num_prefilled
                 if seq.id in self.live:
-                    self.advance(seq, budget)
+                    self.advance(seq)
             except Exception as e:  # a pass of its own, so it fails alone
                 self.fail([seq], e)
             budget -= max(1, seq.num_prefilled - begin)
@@ -1222,6 +1240,13 @@ class Engine:
         """Tokens left to compute, less a credit for those computed since it came: none starves."""
         left = len(seq.prompt_ids) - max(seq.num_prefilled, seq.num_reusable)
         return left - AGEING * (self.num_prefilled - seq.arrived)
+
+    def lead(self, leader: Sequence, seq: Sequence) -> None:
+        """Where a waiting prompt parts from one that is being prefilled is a boundary, too."""
+        n = min(common_prefix(leader.key, seq.key), len(seq.prompt_ids) - 1)
+        known = max([seq.num_reusable, *(b for b in leader.boundaries if b <= n)])
+        if n - max(leader.num_prefilled, known) >= WORTHWHILE:
+            leader.boundaries = sorted({*leader.boundaries, n})
 
     def is_follower(self, seq: Sequence) -> bool:
         """Whether somebody is computing more of this prompt right now than the cache has of it.
@@ -1242,18 +1267,23 @@ class Engine:
         self.prefilling.append(seq)
         seq.kv, seq.num_cached = self.cache.fetch(seq.key, count=not seq.pinned)
         seq.kv, seq.num_prefilled = seq.kv or self.runner.new_kv(), seq.num_cached
+        if not self.runner.always_trims:  # else the entry of the completion serves the next turn
+            seq.boundaries = sorted({*seq.boundaries, seq.stable} - {0})
+        for other in self.waiting:
+            self.lead(seq, other)
         self.num_prompt_tokens += 0 if seq.pinned else len(seq.prompt_ids)
         self.runner.prepare(seq)
         seq.output = OutputText(self.chat, seq.params.stop, seq.thinking)
 
-    def advance(self, seq: Sequence, budget: int) -> None:
-        """(4) One pass: to the next boundary, or as far as the budget goes, or the last one."""
+    def advance(self, seq: Sequence) -> None:
+        """(4) One pass: a chunk, or up to the next boundary, or the last one."""
         done, end = seq.num_prefilled, len(seq.prompt_ids)
-        last = end if seq.pinned or end - done <= FINAL_PASS else end - 1
+        last = end if seq.pinned or end - done <= self.final_pass else end - 1
         target = min((n for n in seq.boundaries if n > done), default=last)
         if target == end and not seq.pinned:
             return self.emit_first(seq)
-        target = min(target, done + budget)
+        # Always a whole chunk, though the budget may be overdrawn: its length is a planned one.
+        target = min(target, done + self.prefill_step_size)
         self.runner.prefill(seq.prompt_ids[done:target], seq.kv, wait=not self.rows)
         seq.num_prefilled = target
         refusal = self.store(seq) if target in seq.boundaries else None
@@ -1523,7 +1553,7 @@ class Warmer:
         prompts = sorted((p for p in self.prompts if p.ids), key=lambda p: pack_ids(p.ids))
         for a, b in pairwise(prompts):
             shared = common_prefix(pack_ids(a.ids), pack_ids(b.ids))
-            for prompt in (a, b) if shared >= FINAL_PASS else ():
+            for prompt in (a, b) if shared >= WORTHWHILE else ():
                 prompt.boundaries.add(shared)
 
     async def warm(self, engine: Engine, prompt: WarmPrompt, gate: asyncio.Semaphore) -> None:
