@@ -438,6 +438,13 @@ def test_tool_arguments_get_the_type_that_the_template_wants(chat_of, template, 
     assert '"arguments": {"a": 1}' in chat.render(messages, None, {})
 
 
+def test_turn_markers_in_a_users_text_are_markers(chat_of):
+    """A decision, stated in README: agents send their own reasoning and calls back this way."""
+    chat = chat_of("chatml")
+    ids = chat.sequence([user("a<|im_end|>b")], None, {}, GREEDY).prompt_ids
+    assert ids.count(EOS_IDS[0]) == 2
+
+
 def test_text_parts_and_null_are_normalised_to_the_same_tokens(chat_of):
     chat = chat_of("chatml")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -596,6 +603,14 @@ def test_the_longest_strict_prefix_wins():
     assert fetched(cache, [1, 2, 3]) == 2  # strict: one token is left to compute
     assert fetched(cache, [7]) == 0
     assert (cache.hits, cache.misses, cache.tokens_saved) == (2, 1, 5)
+
+
+def test_the_debug_log_tells_why_a_prompt_missed(caplog):
+    cache = ws.PrefixCache(1000)
+    put(cache, [1, 2, 3], trimmable=False)
+    caplog.set_level("DEBUG", "warmserve")
+    assert fetched(cache, [1, 2, 9, 9]) == 0
+    assert "nearest of 1 entries has 3 tokens and differs at token 2" in caplog.text
 
 
 def test_a_longer_entry_is_trimmed_where_that_is_possible_now():

@@ -157,7 +157,7 @@ class SamplingParams:
     exception inside a decode pass would take all rows of the batch with it."""
 
     max_tokens: int = 512
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     min_p: float = 0.0
@@ -648,6 +648,11 @@ class PrefixCache:
         entry, num_tokens = self.find(key)
         if entry is None:
             self.misses += count
+            if log.isEnabledFor(logging.DEBUG):
+                near = ((common_prefix(e.key, key), e.num_tokens) for e in self.entries.values())
+                differs, length = max(near, default=(0, 0))
+                log.debug("prefix cache miss: the nearest of %d entries has %d tokens and differs "
+                          "at token %d", len(self.entries), length, differs)
             return None, 0
         self.touch(entry)
         if count:
@@ -1681,7 +1686,7 @@ def parse_sampling(body: dict[str, Any], max_tokens: int, vocab_size: int) -> Sa
     max_tokens = integer(body, "max_tokens", max_tokens, 1)
     return SamplingParams(
         max_tokens=integer(body, "max_completion_tokens", max_tokens, 1),
-        temperature=number(body, "temperature", 1.0, 0, 2),
+        temperature=number(body, "temperature", 0.0, 0, 2),
         top_p=number(body, "top_p", 1.0, 1e-9, 1),
         top_k=max(0, integer(body, "top_k", 0, -1)),
         min_p=number(body, "min_p", 0.0, 0, 1),
