@@ -925,6 +925,16 @@ def test_the_queue_is_bounded(model_path):
             answer(seq)
 
 
+def test_a_row_that_would_not_fit_into_memory_waits(slow):
+    """A batch costs rows times its longest row: here, room for one and a half of them."""
+    slow.kv_budget = 1.5 * slow.runner.kv_bytes(400)
+    seqs = in_one_step(slow, *[[user(f"{i} words about Paris " * 30)] for i in range(3)])
+    for seq in seqs:
+        seq.params = replace(GREEDY, max_tokens=60)
+    until(lambda: len(slow.waiting) == 2 and len(slow.rows) == 1)
+    assert all(answer(seq) for seq in seqs)
+
+
 def test_an_idle_engine_uses_no_cpu(qwen):
     answer(ask(qwen, [user("hi")]))
     until(lambda: not qwen.live)

@@ -1031,13 +1031,22 @@ class ModelRunner:
             seq = Sequence(ids, SamplingParams(max_tokens=4), kv=self.new_kv())
             seq.sampler = lambda logprobs: mx.full((len(logprobs),), 7, dtype=mx.uint32)
             _, logprobs = self.first_token(seq)
-            self.vocab_size = logprobs.size
+            self.vocab_size, self.sample_kv = logprobs.size, copy.deepcopy(seq.kv)
             self.join(seq, 7)
             rows[seq.uid] = [logprobs]
         while any(len(row) < 4 for row in rows.values()):
             for r in self.decode():
                 rows[r.uid].append(r.logprobs)
         return [mx.stack(row) for row in rows.values()]
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """About how much a sequence's caches take at that length."""
+        total = 0
+        for part in kv_parts(self.sample_kv):
+            keys, window = getattr(part, "keys", None), getattr(part, "max_size", num_tokens)
+            rows = 1 if keys is None else keys.shape[2]  # (1, heads, rows, head_dim)
+            total += part.nbytes * (1 if keys is None else min(num_tokens, window)) // rows
+        return total
 
     def check_alive(self) -> None:
         """Raises if the model cannot compute any more."""
@@ -1157,6 +1166,7 @@ class Engine:
         if self.prefill_step_size is None:
             self.prefill_step_size = CPU_CHUNK if runner.on_cpu else GPU_CHUNK
         self.final_pass = CPU_FINAL if runner.on_cpu else GPU_FINAL
+        self.kv_budget = 0.9 * runner.memory - runner.nbytes - self.cache.max_bytes
 
     async def serve(self, background: tuple[Callable[[Engine], Any], ...]) -> None:
         self.loop, self.wakeup, self.stopping = asyncio.get_running_loop(), asyncio.Event(), False
@@ -1236,10 +1246,19 @@ class Engine:
 
     def next_to_prefill(self) -> Sequence | None:
         """The sequence with the least work left: warm requests overtake cold ones."""
-        ready = list(self.prefilling)
-        if len(self.prefilling) + len(self.rows) < self.max_batch_size:
-            ready += [seq for seq in self.waiting if not self.is_follower(seq)]
-        return min(ready, key=self.urgency, default=None)
+        waiting = [seq for seq in self.waiting if not self.is_follower(seq)]
+        seq = min([*self.prefilling, *waiting], key=self.urgency, default=None)
+        if seq and seq.kv is None and not self.has_room(seq):
+            seq = min(self.prefilling, key=self.urgency, default=None)
+        return seq
+
+    def has_room(self, seq: Sequence) -> bool:
+        """Whether one row more fits. A batch is padded to its longest row, so it costs rows times
+        that; a sequence for which there is no memory waits until others have finished."""
+        rows = [*self.prefilling, *self.rows.values(), seq]
+        longest = max(len(s.prompt_ids) + s.params.max_tokens for s in rows)
+        fits = self.runner.kv_bytes(longest) * len(rows) <= self.kv_budget
+        return len(rows) == 1 or (len(rows) <= self.max_batch_size and fits)
 
     def urgency(self, seq: Sequence) -> float:
         """Tokens left to compute, less a credit for those computed since it came: none starves."""
