@@ -391,7 +391,7 @@ def chat_of(model_path) -> Callable[..., ws.ChatTokenizer]:
     from mlx_lm.utils import load_tokenizer
 
     return lambda template, **kwargs: ws.ChatTokenizer(
-        load_tokenizer(model_path("qwen3", template)), kwargs)
+        load_tokenizer(model_path("qwen3", template)), kwargs, 4096)
 
 
 @pytest.mark.parametrize("template", ["chatml", "thinking", "folded", "dated", "inst"])
@@ -436,6 +436,16 @@ def test_tool_arguments_get_the_type_that_the_template_wants(chat_of, template, 
     messages = chat.normalise([user("q"), {"role": "assistant", "tool_calls": [call]}])
     assert isinstance(messages[1]["tool_calls"][0]["function"]["arguments"], kind)
     assert '"arguments": {"a": 1}' in chat.render(messages, None, {})
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(chat_of, monkeypatch):
+    chat = chat_of("chatml")
+    with pytest.raises(ws.BadRequest, match="maximum context length is 4096 tokens") as refusal:
+        chat.sequence([user("a b " * 3000)], None, {}, GREEDY)
+    assert refusal.value.code == "context_length_exceeded"
+    monkeypatch.setattr(chat, "encode", None)
+    with pytest.raises(ws.BadRequest, match="characters"):
+        chat.sequence([user("word " * 100_000)], None, {}, GREEDY)
 
 
 def test_turn_markers_in_a_users_text_are_markers(chat_of):
@@ -836,7 +846,7 @@ def test_nobody_starves(slow):
         answer(ask(slow, [user(f"short {i}")], replace(GREEDY, max_tokens=1)))
         if cold.num_completion:
             break
-    assert 0 < i < 199
+    assert cold.num_completion
     answer(cold)
 
 
@@ -1095,6 +1105,10 @@ def test_a_clear_reads_the_file_again_and_survives_a_broken_one(model_path, tmp_
         file.write_text("[")
         assert clear(engine) == ["two"] and "line 1" in engine.warmer.file_error
         assert len(engine.cache.entries) == 1
+        file.unlink()
+        os.mkfifo(file)  # nobody will ever write to it
+        assert clear(engine) == ["two"] and "not a file" in engine.warmer.file_error
+        file.unlink()
         file.write_text(json.dumps([[system("three")]]))
         assert clear(engine) == ["three"] and engine.warmer.file_error is None
 
@@ -1215,7 +1229,10 @@ def test_a_wrong_value_is_refused_by_name_before_the_stream_begins(client, field
 @pytest.mark.parametrize(("fields", "param", "code"), [
     ({"stream": 1}, "stream", None), ({"stream_options": {"include_usage": True}},
                                       "stream_options", None),
-    ({"stream": True, "stream_options": {"include_usage": "yes"}}, "include_usage", None),
+    ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options", None),
+    ({"user": 5}, "user", None), ({"metadata": "x"}, "metadata", None),
+    ({"response_format": {}}, "response_format", None), ({"bad_words": ["x"]}, "bad_words", None),
+    ({"web_search_options": {}}, "web_search_options", None),
     ({"stream": True, "messages": [user("x " * 9000)]}, "messages", "context_length_exceeded"),
     ({"stream": True, "messages": [{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}]}, "messages", None)])
@@ -1463,7 +1480,7 @@ def test_the_bytes_of_a_stream(client):
                                  "stream_options": {"include_usage": True}}))
     head, _, body = raw.decode().partition("\r\n\r\n")
     assert re.sub(r"(Date|X-Request-Id): .*?\r", r"\1: *\r", head) == (
-        "HTTP/1.1 200 OK\r\nServer: warmserve \r\nDate: *\r\nContent-Type: text/event-stream\r\n"
+        "HTTP/1.1 200 OK\r\nServer: warmserve\r\nDate: *\r\nContent-Type: text/event-stream\r\n"
         "Cache-Control: no-cache\r\nTransfer-Encoding: chunked\r\nX-Request-Id: *\r\n"
         "Connection: close")
     common = ('{"id": "chatcmpl-*", "object": "chat.completion.chunk", "created": 1, '
@@ -2111,7 +2128,8 @@ def one(script):
 
 
 def near(value, exact):
-    return exact <= value <= exact + 60  # ms; a busy machine is late, never early
+    # ms. A busy machine is late; a gap is short only where the chunk before it came late.
+    return exact - 30 <= value <= exact + 250
 
 
 def test_role_chunks_empty_chunks_and_comments_are_not_the_first_token():

@@ -323,10 +323,11 @@ class ChatTokenizer:
     by silently leaving text out: what this one does is tried out once, at load.
     """
 
-    def __init__(self, tokenizer: Any, default_kwargs: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, default_kwargs: dict[str, Any], context: int) -> None:
         from mlx_lm.generate import make_text_state_machine
 
-        self.tokenizer, self.default_kwargs = tokenizer, default_kwargs
+        self.tokenizer, self.default_kwargs, self.context = tokenizer, default_kwargs, context
+        self.longest = max(map(len, tokenizer.get_vocab()))  # characters in a token
         self.markers = make_text_state_machine(tokenizer)  # of reasoning and tool calls
         self.prefixes: dict[str, list[int]] = {}  # leading_prefix, remembered
         self.tails: dict[str, int] = {}  # unstable_tail, remembered
@@ -470,7 +471,12 @@ class ChatTokenizer:
         tools, for other conversations to continue from."""
         messages = self.normalise(messages)
         text = self.render(messages, tools, kwargs)
-        ids = self.encode(text)
+        # What cannot fit is not encoded: a few such requests would take seconds and gigabytes.
+        ids = self.encode(text) if len(text) <= self.context * self.longest else None
+        if ids is None or len(ids) >= self.context:
+            size = f"{len(ids)} tokens" if ids else f"{len(text)} characters"
+            raise BadRequest(f"This model's maximum context length is {self.context} tokens, the "
+                             f"prompt has {size}", "messages", "context_length_exceeded")
         head = self.leading_prefix(messages, tools, kwargs)
         if ids[: len(head)] != head:  # the memo is from yesterday, and the template prints a date
             head = []
@@ -1158,7 +1164,8 @@ class Engine:
 
     def set_up(self, runner: ModelRunner) -> None:
         """What depends on the model and the device."""
-        self.runner, self.chat = runner, ChatTokenizer(runner.tokenizer, self.template_kwargs)
+        self.runner, self.chat = runner, ChatTokenizer(
+            runner.tokenizer, self.template_kwargs, runner.context)
         if not runner.batches:
             self.max_batch_size = 1
         if self.cache_bytes is None:
@@ -1555,6 +1562,8 @@ class Warmer:
         """Read the file again, so that an edit takes effect; a broken one changes nothing."""
         try:
             if self.booted and self.path:
+                if not os.path.isfile(self.path):  # to open a pipe could take for ever
+                    raise ValueError(f"{self.path}: not a file")
                 self.prompts, self.file_error = load_warm_prompts(self.path), None
         except ValueError as e:
             self.file_error = str(e)
@@ -1596,7 +1605,8 @@ class Warmer:
 
     def skip(self, prompt: WarmPrompt, reason: str) -> None:
         prompt.status, prompt.reason = "skipped", reason
-        log.warning("Warm prompt %d skipped: %s", prompt.index, reason)
+        level = logging.DEBUG if self.request.is_set() else logging.WARNING  # its turn comes again
+        log.log(level, "Warm prompt %d skipped: %s", prompt.index, reason)
 
 
 # ==== 6. wire format ==============================================================================
@@ -1605,6 +1615,8 @@ class Warmer:
 # Promises that this server does not keep; to ignore one would change what the answer means.
 REFUSED = ("cache_salt", "store", "functions", "function_call", "audio", "web_search_options",
            "echo", "suffix", "best_of", "min_tokens", "structured_outputs", "grammar",
+           "stop_token_ids", "allowed_token_ids", "bad_words", "prompt_logprobs", "adapters",
+           "continue_final_message", "use_beam_search", "truncate_prompt_tokens", "draft_model",
            "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
@@ -1722,12 +1734,15 @@ def parse_sampling(body: dict[str, Any], max_tokens: int, vocab_size: int) -> Sa
 def check_promises(body: dict[str, Any]) -> None:
     """Refuse what is asked for and would not be done."""
     for name in REFUSED:
-        if body.get(name):
+        if body.get(name) not in (None, False, 0, "", []):
             raise BadRequest(f"{name} is not supported", name)
     integer(body, "n", 1, 1, 1)
-    if not isinstance(body.get("model"), str | None):
-        raise BadRequest("model must be a string", "model")
-    if check_object(body, "response_format").get("type", "text") != "text":
+    for name in ("model", "user"):
+        if not isinstance(body.get(name), str | None):
+            raise BadRequest(f"{name} must be a string", name)
+    check_object(body, "metadata")
+    wanted = check_object(body, "response_format")
+    if body.get("response_format") is not None and wanted.get("type") != "text":
         raise BadRequest("response_format: only type text is supported", "response_format")
     if body.get("tool_choice") not in (None, "auto", "none"):
         raise BadRequest("tool_choice: only auto and none can be honoured", "tool_choice")
@@ -1740,6 +1755,8 @@ def parse_chat_request(raw: bytes, engine: Engine, max_tokens: int) -> ChatReque
     body, runner = parse_json(raw), engine.runner
     check_promises(body)
     stream, options = flag(body, "stream"), check_object(body, "stream_options")
+    if not isinstance(options.get("include_usage"), bool | None):
+        raise BadRequest("include_usage must be true or false", "stream_options")
     if options and not stream:
         raise BadRequest("stream_options needs stream: true", "stream_options")
     params = parse_sampling(body, max_tokens, runner.vocab_size)
@@ -1747,11 +1764,8 @@ def parse_chat_request(raw: bytes, engine: Engine, max_tokens: int) -> ChatReque
     tools = None if body.get("tool_choice") == "none" else tools
     seq = engine.chat.sequence(check_messages(body.get("messages")), tools, kwargs, params)
     room = runner.context - len(seq.prompt_ids)
-    if room < 1:
-        message = f"the prompt has {len(seq.prompt_ids)} tokens, the context {runner.context}"
-        raise BadRequest(message, "messages", "context_length_exceeded")
     seq.params = replace(params, max_tokens=min(params.max_tokens, room))
-    return ChatRequest(seq, stream, flag(options, "include_usage"), tools)
+    return ChatRequest(seq, stream, bool(options.get("include_usage")), tools)
 
 
 def parse_tool_calls(text: str, tokenizer: Any, tools: Tools) -> list[dict[str, Any]]:
@@ -2198,6 +2212,9 @@ class Handler(BaseHTTPRequestHandler):
 
     # -- reading --
 
+    def version_string(self) -> str:
+        return self.server_version
+
     def handle_expect_100(self) -> bool:
         """Not yet: read_body says 100 when the body is wanted."""
         return True
@@ -2238,7 +2255,7 @@ class Handler(BaseHTTPRequestHandler):
         once, the kernel would reset it, and the client would never see the answer."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
-            self.reader.deadline, left = time.monotonic() + 2, MAX_BODY
+            self.reader.deadline, left = time.monotonic() + 2, 8 * MAX_BODY
             while left > 0 and (data := self.rfile.read1(65536)):
                 left -= len(data)
 
