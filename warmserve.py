@@ -1054,6 +1054,13 @@ class ModelRunner:
             total += part.nbytes * (1 if keys is None else min(num_tokens, window)) // rows
         return total
 
+    def rest(self) -> None:
+        """Nothing to do. On a CPU freed buffers are the machine's memory: give them back."""
+        if self.on_cpu:
+            mx.clear_cache()
+            if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+                libc.malloc_trim(0)
+
     def check_alive(self) -> None:
         """Raises if the model cannot compute any more."""
         mx.clear_cache()
@@ -1184,6 +1191,7 @@ class Engine:
         try:
             while not self.stopping:
                 if not (self.waiting or self.prefilling or self.rows):
+                    self.runner.rest()
                     await self.wakeup.wait()  # idle: nothing polls
                 self.wakeup.clear()
                 self.step()
