@@ -2102,7 +2102,6 @@ class Handler(BaseHTTPRequestHandler):
     default_request_version = "HTTP/1.0"  # 0.9, the default, gets answers without a status line
     disable_nagle_algorithm = True  # or a small write waits up to 40 ms for the last one's ACK
     server_version, sys_version = "warmserve", ""
-    error_content_type = "application/json"
 
     # -- one request --
 
