@@ -448,6 +448,14 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(chat_of, monke
         chat.sequence([user("word " * 100_000)], None, {}, GREEDY)
 
 
+def test_tools_that_a_template_does_not_show_are_not_dropped_without_a_word(chat_of):
+    for template, shown in (("chatml", True), ("folded", False)):
+        chat = chat_of(template)
+        seq = chat.sequence([system(), user("q")], TOOLS, {}, GREEDY)
+        reply = ws.Reply(ws.ChatRequest(seq, False, False, TOOLS), chat, "tiny")
+        assert ("warning" in reply.completion(iter([ws.Done("stop")]))) != shown
+
+
 def test_turn_markers_in_a_users_text_are_markers(chat_of):
     """A decision, stated in README: agents send their own reasoning and calls back this way."""
     chat = chat_of("chatml")

@@ -336,16 +336,18 @@ class ChatTokenizer:
         system, late = ({"role": "system", "content": text} for text in ("s", "zqxj"))
         self.knows_developer = "developer" in str(tokenizer.chat_template)
         self.takes_late_system = self.shows("zqxj", [system, user, reply, late, user])
+        tool = {"type": "function", "function": {"name": "zqxj", "parameters": {"type": "object"}}}
+        self.shows_tools = self.shows("zqxj", [system, user], [tool])
         function = {"name": "f", "arguments": {"k": "zqxj"}}
         call = {"id": "1", "type": "function", "function": function}
         result = {"role": "tool", "content": "t", "tool_call_id": "1"}
         turn = [user, {**reply, "tool_calls": [call]}, result, user]
         self.wants_object = self.shows("zqxj", turn) and not self.shows("{'k'", turn)
 
-    def shows(self, text: str, messages: Messages) -> bool:
+    def shows(self, text: str, messages: Messages, tools: Tools = None) -> bool:
         """Whether the template takes the messages and prints the text."""
         try:
-            return text in self.render(messages, None, {})
+            return text in self.render(messages, tools, {})
         except BadRequest:
             return False
 
@@ -1850,6 +1852,8 @@ class Reply:
                 "prompt_tokens_details": {"cached_tokens": seq.num_cached}}
 
     def envelope(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
+        if self.request.tools and not self.chat.shows_tools:  # not dropped without a word
+            more["warning"] = "this model's chat template does not show it any tools"
         return {"id": self.request.id, "object": kind, "created": self.request.created,
                 "model": self.model, "choices": choices, **more}
 
