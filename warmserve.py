@@ -81,13 +81,16 @@ import json
 import logging
 import math
 import os
+import pickle
 import random
 import re
 import select
 import signal
 import socket
 import socketserver
+import stat
 import statistics
+import struct
 import sys
 import threading
 import time
@@ -95,7 +98,7 @@ import urllib.parse
 import uuid
 from array import array
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -229,6 +232,12 @@ class Sequence:
     sampler: Any = None
     processors: list[Any] = field(default_factory=list)  # penalties and logit bias
     output: Any = None  # OutputText
+
+    def __reduce__(self) -> Any:
+        """What other ranks need to compute the same: as it was submitted, with its number."""
+        submitted = (self.prompt_ids, self.params, self.boundaries, self.stable, self.thinking,
+                     self.pinned)
+        return Sequence, submitted, {"id": self.id, "key": self.key}
 
 
 # ==== 2. tokens ===================================================================================
@@ -558,6 +567,166 @@ class OutputText:
         return pieces + self.pieces([(channel, held)])
 
 
+# ==== 3. ranks ====================================================================================
+# A model too large for one device is computed by several processes, the ranks, each with its shard
+# of the weights and of every KV cache. All run the same engine: it is deterministic, so the same
+# commands in the same steps lead to the same batches, and the forward passes meet inside mlx.
+
+HANG_SECONDS = 60.0  # without a sign of life during a step: longer than any chunk should take
+
+
+class OneRank:
+    """The usual case: one process, nobody to share anything with."""
+
+    rank = 0
+
+    def join(self, lost: Callable[[str], None]) -> None:
+        """Engine thread, before the model is loaded. lost is called when another rank is gone."""
+
+    def shard(self, model: Any, config: dict[str, Any]) -> None:
+        """Keep only this rank's part of a model whose weights are not in memory yet."""
+
+    def share(self, commands: list[Any]) -> list[Any]:
+        """The commands of the next step. Rank 0 has them, the others wait for them here."""
+        return commands
+
+    def largest(self, number: int) -> int:
+        """The largest of all ranks' numbers: what it may decide about is decided alike."""
+        return number
+
+    def leave(self, error: str | None) -> None:
+        """Engine thread, at its end."""
+
+
+class Ranks(OneRank):
+    """The processes of one mlx.launch. Rank 0 serves HTTP and leads.
+
+    Commands travel through sockets and not through mlx's collective operations: with those, idle
+    GPUs would spin, and the death of a rank would leave the others waiting. A socket closes with
+    its process. Back comes a dot for every finished step, and what went wrong, if something did.
+    """
+
+    def __init__(self, pipeline: bool) -> None:
+        self.rank, self.pipeline = int(os.environ["MLX_RANK"]), pipeline
+        self.peers: list[socket.socket] = []  # of rank 0: all others; of these: rank 0
+        self.steps: SimpleQueue[bytes] = SimpleQueue()  # what rank 0 has sent; b"": it is gone
+        self.num_shared, self.shared_at = 0, 0.0  # steps, and when the last one was
+        self.ended = threading.Event()
+
+    def join(self, lost: Callable[[str], None]) -> None:
+        from mlx_lm.generate import generation_stream
+
+        self.stream = generation_stream  # all ranks have to meet in the same order: one stream
+        self.group, self.lost = mx.distributed.init(strict=True), lost
+        if self.rank == 0:
+            with socket.create_server(("", 0)) as listener:
+                listener.settimeout(HANG_SECONDS)
+                password = self.tell(listener.getsockname()[1], random.SystemRandom())[1]
+                for number in range(1, self.group.size()):
+                    self.peers.append(self.accept(listener, password))
+                    self.start(self.watch, number, self.peers[-1])
+        else:
+            port, password = self.tell(0, None)
+            self.peers = [socket.create_connection((self.leader(), port), HANG_SECONDS)]
+            self.peers[0].settimeout(None)
+            self.peers[0].sendall(password)
+            self.start(self.listen)
+        for peer in self.peers:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def start(self, target: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=target, args=args, daemon=True).start()
+
+    def tell(self, port: int, source: random.Random | None) -> tuple[int, bytes]:
+        """Rank 0's port, and a password of its choice, by the one means that all ranks share."""
+        numbers = [port, *(source.getrandbits(24) if source else 0 for _ in range(4))]
+        with mx.stream(self.stream):
+            total = mx.distributed.all_sum(mx.array(numbers, mx.int32), group=self.group)
+            port, *secret = total.tolist()
+        return port, struct.pack("!4I", *secret)
+
+    def accept(self, listener: socket.socket, password: bytes) -> socket.socket:
+        while True:
+            peer, _ = listener.accept()
+            peer.settimeout(HANG_SECONDS)
+            if hmac.compare_digest(peer.makefile("rb").read(len(password)), password):
+                return peer
+            peer.close()  # a stranger
+
+    def leader(self) -> str:
+        """Rank 0's address, as the launcher has noted it down for mlx's own connections."""
+        if name := os.environ.get("MLX_HOSTFILE"):  # of the ring: [["10.0.0.1:32323"], ...]
+            return json.loads(Path(name).read_text())[0][0].rpartition(":")[0]
+        address = os.environ.get("NCCL_HOST_IP") or os.environ.get("MLX_JACCL_COORDINATOR", "")
+        return address.partition(":")[0]
+
+    def largest(self, number: int) -> int:
+        with mx.stream(self.stream):
+            return mx.distributed.all_max(mx.array(number, mx.int64), group=self.group).item()
+
+    def shard(self, model: Any, config: dict[str, Any]) -> None:
+        part, method = (getattr(model, "model", None), "pipeline") if self.pipeline else (
+            model, "shard")
+        if not hasattr(part, method):
+            raise ValueError(f"mlx_lm has no {method}() for models of type {config['model_type']}")
+        heads, size = config.get("num_key_value_heads") or 0, self.group.size()
+        if not self.pipeline and heads % size:
+            raise ValueError(f"{heads} key-value heads cannot be split over {size} ranks")
+        getattr(part, method)(self.group)
+
+    def share(self, commands: list[Any]) -> list[Any]:
+        if self.rank == 0:
+            data = pickle.dumps(commands)
+            self.num_shared, self.shared_at = self.num_shared + 1, time.monotonic()
+            for peer in self.peers:
+                peer.sendall(struct.pack("!I", len(data)) + data)
+            return commands
+        if self.num_shared:
+            self.peers[0].sendall(b".")
+        self.num_shared += 1
+        if data := self.steps.get():
+            return pickle.loads(data)  # rank 0 is no stranger
+        raise RuntimeError("rank 0 is gone")
+
+    def listen(self) -> None:
+        """A thread of the other ranks: rank 0's commands, until its socket closes."""
+        with contextlib.suppress(OSError), self.peers[0].makefile("rb") as file:
+            while head := file.read(4):
+                self.steps.put(file.read(struct.unpack("!I", head)[0]))
+        self.steps.put(b"")
+        self.miss("rank 0 is gone")
+
+    def watch(self, number: int, peer: socket.socket) -> None:
+        """A thread of rank 0 for every other rank: it may die, or hang in a step."""
+        num_done, error = 0, b""
+        while not error:
+            try:
+                news = peer.recv(4096) or b"it is gone"
+            except TimeoutError:
+                busy = num_done < self.num_shared
+                hangs = busy and time.monotonic() - self.shared_at > HANG_SECONDS
+                news = b"it hangs" if hangs else b""
+            except OSError:
+                news = b"it is gone"
+            num_done += news.count(b".")
+            error = news.strip(b".")
+        self.miss(f"rank {number}: {error.decode(errors='replace')}")
+
+    def miss(self, error: str) -> None:
+        """Another rank has ended. If this one does not end too, it waits for it inside mlx."""
+        if not self.ended.wait(2):
+            self.lost(error)
+
+    def leave(self, error: str | None) -> None:
+        self.ended.set()
+        for peer in self.peers:
+            with contextlib.suppress(OSError):
+                if error and self.rank:
+                    peer.sendall(error.encode())
+                peer.shutdown(socket.SHUT_RDWR)
+                peer.close()
+
+
 # ==== 3. prefix cache =============================================================================
 # The engine thread fetches and stores; other threads may look at the counters and the entries.
 
@@ -634,6 +803,7 @@ class PrefixCache:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
+        self.ranks = OneRank()  # all have to come to the same decisions about the same entries
         self.entries: dict[bytes, Entry] = {}  # least recently used first
         self.generation = 0  # how often it was cleared
         self.hits = self.misses = self.tokens_saved = self.evictions = 0
@@ -686,7 +856,8 @@ class PrefixCache:
         if kv_length(kv) not in (None, len(key) // 4):
             return f"the caches have seen {kv_length(kv)} tokens, not {len(key) // 4}"
         fork = copy.deepcopy(kv)
-        entry = Entry(key, fork, sum(c.nbytes for c in fork), pinned, can_trim(fork))
+        nbytes = self.ranks.largest(sum(c.nbytes for c in fork))
+        entry = Entry(key, fork, nbytes, pinned, can_trim(fork))
         if not pinned and any(e.covers(entry) for e in self.entries.values()):
             return None
         free = self.max_bytes - sum(e.nbytes for e in self.entries.values() if e.pinned)
@@ -879,8 +1050,11 @@ class ModelRunner:
     Decode is mlx_lm's BatchGenerator, which starts step k+1 before it hands out step k.
     """
 
-    def __init__(self, source: str, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, source: str, trust_remote_code: bool = False, ranks: OneRank | None = None
+    ) -> None:
         self.source, self.trust_remote_code = source, trust_remote_code
+        self.ranks = ranks or OneRank()
         from mlx_lm.generate import StopSequences
         from mlx_lm.models.cache import KVCache
 
@@ -919,10 +1093,11 @@ class ModelRunner:
         if self.on_cpu:  # there 16-bit scales are 30 times slower than float32, dense is fastest
             model = dequantize_model(model)
             model.set_dtype(mx.float32)
+        self.ranks.shard(model, config.get("text_config", config))
         weights = [array for _, array in tree_flatten(model.parameters())]
         self.nbytes = sum(w.nbytes for w in weights)
         with tqdm(total=self.nbytes, desc="Loading", unit="B", unit_scale=True, leave=False,
-                  disable=not sys.stderr.isatty()) as progress:
+                  disable=self.ranks.rank or not sys.stderr.isatty()) as progress:
             for w in weights:
                 mx.eval(w)
                 progress.update(w.nbytes)
@@ -1051,6 +1226,7 @@ class ModelRunner:
             why = f"logprobs differ by {off:.2g} standard deviations"
         except Exception as e:  # mlx_lm's ValueError mostly, but the model's code is anybody's
             self.batches, why = False, str(e)
+        self.batches = not self.ranks.largest(not self.batches)
         self.reset()
         if not self.batches:
             log.warning("decoding one row at a time; in a batch: %s", why)
@@ -1078,7 +1254,7 @@ class ModelRunner:
             keys, window = getattr(part, "keys", None), getattr(part, "max_size", num_tokens)
             rows = 1 if keys is None else keys.shape[2]  # (1, heads, rows, head_dim)
             total += part.nbytes * (1 if keys is None else min(num_tokens, window)) // rows
-        return total
+        return self.ranks.largest(total)
 
     def rest(self) -> None:
         """Nothing to do. On a CPU freed buffers are the machine's memory: give them back."""
@@ -1115,8 +1291,9 @@ class Engine:
         self, load: Callable[[], ModelRunner], *, cache_bytes: int | None = None,
         max_batch_size: int = 32, max_queue: int = 128, prefill_step_size: int | None = None,
         template_kwargs: dict[str, Any] | None = None, on_end: Callable[[], None] = lambda: None,
+        ranks: OneRank | None = None,
     ) -> None:
-        self.load, self.on_end = load, on_end
+        self.load, self.on_end, self.ranks = load, on_end, ranks or OneRank()
         self.cache, self.cache_bytes = PrefixCache(cache_bytes or 0), cache_bytes
         self.max_batch_size, self.max_queue = max_batch_size, max_queue
         self.prefill_step_size, self.template_kwargs = prefill_step_size, template_kwargs or {}
@@ -1127,6 +1304,7 @@ class Engine:
         self.live: dict[int, Sequence] = {}  # submitted and not done
         self.num_ids = 0
         self.inbox: list[tuple[Any, ...]] = []
+        self.clears: deque[threading.Event] = deque()  # set one by one, as the commands are done
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []  # have caches of their own and no first token yet
         self.rows: dict[int, Sequence] = {}  # uid in the decode batch -> sequence
@@ -1163,7 +1341,8 @@ class Engine:
         """Empty the prefix cache. The event is set when that is done, within one prefill chunk;
         what is submitted after this call finds nothing that was stored before it."""
         done = threading.Event()
-        self.send("clear", done)
+        self.clears.append(done)
+        self.send("clear")
         return done
 
     def stop(self) -> None:
@@ -1185,14 +1364,24 @@ class Engine:
         """Load, and serve until stopped or broken."""
         end = "stopped"
         try:
+            self.ranks.join(self.lose)
             self.set_up(self.load())
             asyncio.run(self.serve(background))
         except Exception as e:
             log.debug("the engine has failed", exc_info=True)
             end, self.error = "failed", describe_error(e)
         self.state = end
+        self.ranks.leave(self.error)
         if hasattr(self, "runner"):
             self.runner.close()
+        self.on_end()
+
+    def lose(self, error: str) -> None:
+        """Another rank is gone, and the engine thread may wait for it for ever. Any thread."""
+        with self.lock:
+            self.state, self.error = "failed", error
+        for seq in list(self.live.values()):
+            seq.events.put(Done("error", error))
         self.on_end()
 
     def set_up(self, runner: ModelRunner) -> None:
@@ -1201,12 +1390,14 @@ class Engine:
             runner.tokenizer, self.template_kwargs, runner.context)
         if not runner.batches:
             self.max_batch_size = 1
+        self.cache.ranks, memory = self.ranks, -self.ranks.largest(-runner.memory)
         if self.cache_bytes is None:
-            self.cache.max_bytes = int(runner.memory * CACHE_SHARE)
+            self.cache.max_bytes = int(memory * CACHE_SHARE)
         if self.prefill_step_size is None:
             self.prefill_step_size = CPU_CHUNK if runner.on_cpu else GPU_CHUNK
         self.final_pass = FINAL_PASS[runner.backend]
-        self.kv_budget = 0.9 * runner.memory - runner.nbytes - self.cache.max_bytes
+        nbytes = self.ranks.largest(runner.nbytes)
+        self.kv_budget = 0.9 * memory - nbytes - self.cache.max_bytes
 
     async def serve(self, background: tuple[Callable[[Engine], Any], ...]) -> None:
         self.loop, self.wakeup, self.stopping = asyncio.get_running_loop(), asyncio.Event(), False
@@ -1216,7 +1407,7 @@ class Engine:
             task.add_done_callback(report_failure)
         try:
             while not self.stopping:
-                if not (self.waiting or self.prefilling or self.rows):
+                if self.ranks.rank == 0 and not (self.waiting or self.prefilling or self.rows):
                     self.runner.rest()
                     await self.wakeup.wait()  # idle: nothing polls
                 self.wakeup.clear()
@@ -1240,13 +1431,14 @@ class Engine:
     def step(self) -> None:
         """The commands that have come, some prefill, one decode pass."""
         commands, self.inbox = self.inbox, []
-        for name, *arguments in commands:
+        for name, *arguments in self.ranks.share(commands):
             getattr(self, f"do_{name}")(*arguments)
         self.prefill()
         self.decode()
 
     def do_add(self, seq: Sequence) -> None:
         """(2) Wait for a row, in an order that urgency() decides."""
+        self.live[seq.id] = seq  # on rank 0 it is there since submit
         self.num_requests += not seq.pinned
         seq.arrived, seq.num_reusable = self.num_prefilled, self.cache.find(seq.key)[1]
         self.waiting.append(seq)
@@ -1260,9 +1452,13 @@ class Engine:
             self.num_cancelled += 1
             self.finish(seq, "cancelled")
 
-    def do_clear(self, done: threading.Event) -> None:
+    def do_clear(self) -> None:
         self.cache.clear()
-        done.set()
+        if self.clears:  # of rank 0
+            self.clears.popleft().set()
+
+    def do_unpin(self, key: bytes) -> None:
+        self.cache.pin(key, pinned=False)
 
     def do_stop(self) -> None:
         self.stopping = True
@@ -1581,7 +1777,7 @@ class Warmer:
         """Warm every entry, a few at a time, and log what became of them."""
         begin, self.state = time.monotonic(), "running"
         for prompt in self.prompts:
-            engine.cache.pin(pack_ids(prompt.ids), pinned=False)
+            engine.send("unpin", pack_ids(prompt.ids))
         self.reload()
         await asyncio.gather(*(self.split(engine, prompt) for prompt in self.prompts))
         self.share_boundaries()
@@ -3137,6 +3333,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--allowed-origins", metavar="LIST", type=origin_list, default=(),
         help="origins of web pages that may call this server, separated by commas; their hosts are "
         "accepted as Host, too (default: none)")
+    add("--pipeline", action="store_true",
+        help="under mlx.launch, split the model by layers instead of inside them")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info",
         help="(default: %(default)s)")
@@ -3187,6 +3385,8 @@ def run(server: Server) -> int:
                  f"[{host}]" if ":" in host else host, port)
         engine.on_end = lambda: outbox.send(b"E")  # before start: it may fail at once
         engine.start(server.warmer.run)
+        if "MLX_RANK" in os.environ and stat.S_ISFIFO(os.fstat(0).st_mode):
+            threading.Thread(target=end_with_launcher, daemon=True).start()
         threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
         server.draining = inbox.recv(1) != b"E"
         threading.Thread(target=wind_down, args=(server, outbox), daemon=True).start()
@@ -3197,19 +3397,40 @@ def run(server: Server) -> int:
     return complain(f"{server.model}: {engine.error}", 1) if engine.error else 0
 
 
+def follow(engine: Engine) -> int:
+    """A rank other than 0 until the engine ends: no HTTP, and not a word, which would come once
+    more from each rank. Returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks, but rank 0 decides
+    log.disabled, ended = True, threading.Event()
+    engine.on_end = ended.set
+    engine.start()
+    ended.wait()
+    return 1 if engine.error else 0
+
+
+def end_with_launcher() -> None:
+    """mlx.launch holds the other end of our standard input, and takes nobody along if killed."""
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def serve(args: argparse.Namespace) -> int:
     """Check what is cheap to check, listen, then load. Returns the exit code."""
     source = args.model or embedded_model()
     if source is None:
         return complain(NO_MODEL, 2)
+    ranks = Ranks(args.pipeline) if "MLX_RANK" in os.environ else OneRank()
+    engine = Engine(
+        lambda: ModelRunner(source, args.trust_remote_code, ranks), ranks=ranks,
+        cache_bytes=args.prefix_cache_bytes, max_batch_size=args.max_batch_size,
+        max_queue=args.max_queue, prefill_step_size=args.prefill_step_size,
+        template_kwargs=args.chat_template_args)
+    if ranks.rank:
+        return follow(engine)
     try:
         prompts = load_warm_prompts(args.warm_prompts) if args.warm_prompts else []
     except ValueError as e:
         return complain(str(e), 2)
-    engine = Engine(
-        lambda: ModelRunner(source, args.trust_remote_code), cache_bytes=args.prefix_cache_bytes,
-        max_batch_size=args.max_batch_size, max_queue=args.max_queue,
-        prefill_step_size=args.prefill_step_size, template_kwargs=args.chat_template_args)
     warmer = Warmer(args.warm_prompts, prompts, args.warm_prompts_concurrency)
     try:
         server = Server((args.host, args.port), Handler, engine, warmer, model_name(source),
