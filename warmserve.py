@@ -1627,24 +1627,22 @@ class Warmer:
 
 
 # ==== 6. wire format ==============================================================================
-# Every JSON key of the HTTP API stands here and nowhere else. HTTP threads only.
+# The JSON of the HTTP API, all but two one-line bodies. HTTP threads only.
 #
 # A request is checked to its last field before the answer begins: once the 200 of a stream is out,
 # a mistake can only be told by breaking it off. Fields that nobody knows are ignored, for clients
 # send new ones every year; a field whose loss would change the answer is refused by name.
 
-WHOLE, NUMBER, FLAG, TEXT, OBJECT = "an integer", "a number", "true or false", "text", "an object"
-TYPES = {WHOLE: (int,), NUMBER: (int, float), FLAG: (bool,), TEXT: (str,), OBJECT: (dict,)}
-# A field: what it must be, the lowest and the highest value. SamplingParams has the same names for
-SAMPLING: dict[str, tuple[Any, ...]] = {
-    "max_tokens": (WHOLE, 1, 2**53), "temperature": (NUMBER, 0, 2), "top_p": (NUMBER, 0, 1),
-    "top_k": (WHOLE, -1, 2**53), "min_p": (NUMBER, 0, 1), "repetition_penalty": (NUMBER, 1e-3, 1e3),
-    "presence_penalty": (NUMBER, -2, 2), "frequency_penalty": (NUMBER, -2, 2),
-    "seed": (WHOLE, -(2**63), 2**64 - 1), "ignore_eos": (FLAG,)}
-FIELDS = SAMPLING | {  # but not for
-    "max_completion_tokens": (WHOLE, 1, 2**53), "n": (WHOLE, 1, 1), "logprobs": (FLAG,),
-    "top_logprobs": (WHOLE, 0, 20), "logit_bias": (OBJECT,), "stream": (FLAG,),
-    "stream_options": (OBJECT,), "model": (TEXT,), "user": (TEXT,), "metadata": (OBJECT,)}
+KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text",
+         dict: "an object"}
+FIELDS: dict[str, tuple[Any, ...]] = {  # the kind, and for numbers the lowest and highest value
+    "max_tokens": (int, 1, 2**53), "max_completion_tokens": (int, 1, 2**53),
+    "temperature": (float, 0, 2), "top_p": (float, 0, 1), "top_k": (int, -1, 2**53),
+    "min_p": (float, 0, 1), "repetition_penalty": (float, 1e-3, 1e3),
+    "presence_penalty": (float, -2, 2), "frequency_penalty": (float, -2, 2),
+    "logit_bias": (dict,), "seed": (int, -(2**63), 2**64 - 1), "ignore_eos": (bool,),
+    "n": (int, 1, 1), "logprobs": (bool,), "top_logprobs": (int, 0, 20), "stream": (bool,),
+    "stream_options": (dict,), "model": (str,), "user": (str,), "metadata": (dict,)}
 
 # Promises that this server does not keep. To ignore cache_salt, say, would let a client that asks
 # for isolation share its cache with everybody; min_tokens or a grammar would change the answer.
@@ -1659,7 +1657,7 @@ HONOURED = dict.fromkeys(REFUSED, (False, "", [])) | {  # the values that ask fo
 
 
 def parse_fields(body: dict[str, Any]) -> dict[str, Any]:
-    """Those fields of the tables above that are there. null counts as absent: SDKs send it."""
+    """Those of FIELDS that are there, checked. null counts as absent: SDKs send it."""
     for name, values in HONOURED.items():
         if body.get(name) not in (None, *values):
             kept = " or ".join(map(json.dumps, values))
@@ -1668,41 +1666,41 @@ def parse_fields(body: dict[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         kind, *span = FIELDS[name]
         # To isinstance, true would be an integer. NaN is in no span, nor is 1e999, an infinity.
-        if type(value) not in TYPES[kind] or (span and not span[0] <= value <= span[1]):
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        if not fits or (span and not span[0] <= value <= span[1]):
             limits = " from {:g} to {:g}".format(*span) if span else ""
-            raise BadRequest(f"{name} must be {kind}{limits}", name)
+            raise BadRequest(f"{name} must be {KINDS[kind]}{limits}", name)
     return fields
 
 
-def parse_logit_bias(bias: dict[str, Any], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    for token_id, value in bias.items():
-        # A token id out of range would be written past the end of the logits.
-        known = re.fullmatch("[0-9]{1,9}", token_id) and int(token_id) < vocab_size
-        if not known or type(value) not in TYPES[NUMBER] or not -100 <= value <= 100:
-            raise BadRequest(f"logit_bias maps ids below {vocab_size} to numbers from -100 to 100",
-                             "logit_bias")
-    return tuple((int(token_id), float(value)) for token_id, value in bias.items())
-
-
-def parse_sampling(fields: dict[str, Any], stop: Any, max_tokens: int, vocab_size: int
-                   ) -> SamplingParams:
+def parse_stop(stop: Any) -> tuple[str, ...]:
     stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > 16 or not all(isinstance(s, str) for s in stop):
         raise BadRequest("stop must be a string or a list of at most 16 strings", "stop")
-    top_logprobs = fields.get("top_logprobs", 0)
-    if top_logprobs and not fields.get("logprobs"):
+    return tuple(s for s in stop if s)
+
+
+def parse_sampling(body: dict[str, Any], fields: dict[str, Any], max_tokens: int,
+                   vocab_size: int) -> SamplingParams:
+    known, get = SamplingParams.__dataclass_fields__, fields.get
+    bias = [(re.fullmatch("[0-9]{1,9}", k), v) for k, v in get("logit_bias", {}).items()]
+    # A token id out of range would be written past the end of the logits.
+    if not all(k and int(k[0]) < vocab_size and type(v) in (int, float) and -100 <= v <= 100
+               for k, v in bias):
+        raise BadRequest(f"logit_bias maps ids below {vocab_size} to numbers from -100 to 100",
+                         "logit_bias")
+    if get("top_logprobs") and not get("logprobs"):
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
-    given = {name: value for name, value in fields.items() if name in SAMPLING}
-    # Half of the clients send one of the two names, half the other, and some send both.
-    given["max_tokens"] = fields.get("max_completion_tokens", given.get("max_tokens", max_tokens))
-    given["top_k"] = max(0, given.get("top_k", 0))  # vLLM's -1 turns it off, too
-    given.setdefault("seed", random.getrandbits(63))
-    if given.get("top_p") == 0:  # the most likely token alone; mlx_lm's filter would leave none
-        given["temperature"] = 0.0
-    return SamplingParams(
-        **given, stop=tuple(s for s in stop if s),
-        logit_bias=parse_logit_bias(fields.get("logit_bias", {}), vocab_size),
-        top_logprobs=top_logprobs if fields.get("logprobs") else None)
+    return SamplingParams(**{
+        "seed": random.getrandbits(63), **{k: v for k, v in fields.items() if k in known},
+        # Half of the clients send one of these names, half the other, and some send both.
+        "max_tokens": get("max_completion_tokens", get("max_tokens", max_tokens)),
+        # top_p 0 means the most likely token alone, but mlx_lm's filter would leave none.
+        "temperature": get("temperature", 0.0) if get("top_p", 1) else 0.0,
+        "top_k": max(0, get("top_k", 0)),  # vLLM's -1 turns it off, too
+        "logit_bias": tuple((int(k[0]), float(v)) for k, v in bias),
+        "top_logprobs": get("top_logprobs", 0) if get("logprobs") else None,
+        "stop": parse_stop(body.get("stop"))})
 
 
 @dataclass
@@ -1820,12 +1818,12 @@ def parse_chat_request(raw: bytes, engine: Engine, model: str, max_tokens: int) 
         raise BadRequest(f"the body is not valid JSON: {e}") from e
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
-    fields, vocab_size = parse_fields(body), engine.runner.vocab_size
+    fields = parse_fields(body)
     stream, options = fields.get("stream", False), fields.get("stream_options", {})
     include_usage = options.get("include_usage")
     if not isinstance(include_usage, bool | None) or options and not stream:
         raise BadRequest("stream_options: include_usage, with stream: true", "stream_options")
-    params = parse_sampling(fields, body.get("stop"), max_tokens, vocab_size)
+    params = parse_sampling(body, fields, max_tokens, engine.runner.vocab_size)
     tools, kwargs = check_tools(body.get("tools")), check_template_kwargs(body)
     tools = None if body.get("tool_choice") == "none" else tools
     seq = engine.chat.sequence(check_messages(body.get("messages")), tools, kwargs, params)
@@ -1836,17 +1834,9 @@ def parse_chat_request(raw: bytes, engine: Engine, model: str, max_tokens: int) 
 
 def error_body(error: ApiError) -> dict[str, Any]:
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-    kind = kinds.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    return {"error": {
-        "message": str(error), "type": kind, "param": error.param, "code": error.code}}
-
-
-def health_body(state: str) -> dict[str, Any]:
-    return {"status": "ok" if state == "ready" else state}
-
-
-def cleared_body(rewarm_scheduled: bool) -> dict[str, Any]:
-    return {"status": "cleared", "rewarm_scheduled": rewarm_scheduled}
+    default = "server_error" if error.status >= 500 else "invalid_request_error"
+    return {"error": {"message": str(error), "type": kinds.get(error.status, default),
+                      "param": error.param, "code": error.code}}
 
 
 def model_list(model: str, created: float, engine: Engine) -> dict[str, Any]:
@@ -1949,6 +1939,7 @@ WRITE_SECONDS = 30.0  # for a client that does not read
 IDLE_SECONDS = 75.0  # between two requests of a connection
 POLL_SECONDS = 0.5  # between two looks whether a waiting client is still there
 KEEPALIVE_SECONDS = 15.0  # of silence in a stream: proxies are less patient than clients
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 SAFE = ("GET", "HEAD", "OPTIONS")
 ROUTES = (  # a path, the methods allowed there, and the method of Handler that answers
@@ -1957,13 +1948,6 @@ ROUTES = (  # a path, the methods allowed there, and the method of Handler that 
     ("/v1/models/(.+)", SAFE, "get_model"),
     ("/v1/chat/completions", ("POST", "OPTIONS"), "post_chat"),
     ("/v1/cache/prefix", ("DELETE", "OPTIONS"), "delete_prefix_cache"))
-
-
-def url_part(url: str, part: str) -> str:
-    try:
-        return getattr(urllib.parse.urlsplit(url), part) or ""
-    except ValueError:  # "http://["
-        raise ApiError(400, "malformed URL or Host") from None
 
 
 class DeadlineReader(io.RawIOBase):
@@ -2069,6 +2053,11 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:  # the client has gone, or let a deadline pass
             self.close_connection = True
 
+    @property
+    def is_old(self) -> bool:
+        """HTTP/1.0 knows no chunks: there a stream ends with the connection."""
+        return self.request_version == "HTTP/1.0"
+
     def route(self) -> None:
         """Every method comes here: check, read, answer. The one place where an exception becomes a
         status. An OSError does not: nobody is there any more to be told."""
@@ -2077,9 +2066,9 @@ class Handler(BaseHTTPRequestHandler):
         try:
             self.check_framing()
             self.check_access()
-            answer, arguments = self.find_route()
+            name, arguments = self.find_route()
             self.body = self.read_body()
-            answer(*arguments)
+            getattr(self, name)(*arguments)
         except ApiError as e:
             self.fail(e)
         except OSError:
@@ -2094,51 +2083,54 @@ class Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = route
 
-    def find_route(self) -> tuple[Callable[..., None], tuple[str, ...]]:
-        """What answers, and with which arguments; 404, or 405 with what is allowed."""
-        path = urllib.parse.unquote(url_part(self.path, "path"))
+    def find_route(self) -> tuple[str, tuple[str, ...]]:
+        """The name of the method that answers, and its arguments."""
+        path = urllib.parse.unquote(self.url)
         for pattern, methods, name in ROUTES:
             if match := re.fullmatch(f"{pattern}/*", path, re.DOTALL):
                 allow = ", ".join(methods)
                 if self.command not in methods:
                     raise ApiError(405, f"allowed here: {allow}", headers={"Allow": allow})
-                options = self.command == "OPTIONS"
-                return (self.options, (allow,)) if options else (getattr(self, name), match.groups())
+                return ("options", (allow,)) if self.command == "OPTIONS" else (
+                    name, match.groups())
         raise ApiError(404, f"there is no {path[:80]!r} here", code="not_found")
 
     # -- what is refused --
 
     def check_framing(self) -> None:
         """A request that two parsers could cut differently is how requests get past a proxy."""
-        headers = self.headers
-        hosts, lengths = headers.get_all("Host", []), set(headers.get_all("Content-Length", []))
-        codings = [c.strip().lower() for c in headers.get_all("Transfer-Encoding", [])]
-        length = next(iter(lengths), "0")
-        digits = re.fullmatch("0*([0-9]*)", length)  # int() would take +5, 1_0 and other scripts
-        self.chunked, self.length = bool(codings), int(digits[1][:20] or "0") if digits else 0
+        headers, get_all = self.headers, self.headers.get_all
+        hosts, lengths = get_all("Host", []), get_all("Content-Length", [])
+        codings = [coding.strip().lower() for coding in get_all("Transfer-Encoding", [])]
+        # int() alone would take +5, 1_0 and other scripts' digits, but no 5,000 zeros.
+        digits = re.fullmatch("0*([0-9]{0,20})[0-9]*", lengths[0] if lengths else "0")
+        self.chunked, self.length = bool(codings), int(digits[1] or 0) if digits else 0
         for wrong, status, message in (
-            # Behind a header with a blank before its colon, the parser takes the rest for a body.
+            # Behind a header with a blank before its colon, the parser sees no more headers.
             (headers.defects or headers.get_payload(), 400, "malformed header"),
-            (len(hosts) != 1 and (hosts or self.request_version == "HTTP/1.1"), 400,
-             "there must be exactly one Host header"),
-            (len(lengths) + len(codings[:1]) > 1, 400, "the body's length is given twice"),
+            (len(hosts) > 1 or not (hosts or self.is_old), 400, "there must be one Host header"),
+            (len(set(lengths)) + self.chunked > 1, 400, "two lengths of one body"),
             (codings not in ([], ["chunked"]), 501, "the only Transfer-Encoding is chunked"),
-            (self.command == "POST" and not codings + [*lengths], 411, "Content-Length is missing"),
-            (not digits or not length, 400, "malformed Content-Length"),
+            (self.command == "POST" and not (codings or lengths), 411, "no Content-Length"),
+            (not digits or "" in lengths, 400, "malformed Content-Length"),
             (self.length > MAX_BODY, 413, f"the body is limited to {MAX_BODY} bytes"),
             (headers.get("Content-Encoding", "identity").lower() != "identity", 415,
              "no Content-Encoding is supported")):
             if wrong:
                 raise ApiError(status, message)
+        try:
+            self.url = urllib.parse.urlsplit(self.path).path
+            self.host = urllib.parse.urlsplit(f"//{(hosts or ['localhost'])[0]}").hostname or ""
+        except ValueError:  # "http://["
+            raise ApiError(400, "malformed URL or Host") from None
 
     def check_access(self) -> None:
         """The key; and Host and Origin, against web pages that use a visitor's browser."""
-        server, headers = self.server, self.headers
-        if url_part(self.path, "path") == "/health":
+        server, headers, is_address = self.server, self.headers, r"[\d.]+|[\da-f:]*:[\da-f:.]*"
+        if self.url == "/health":
             return
         # A page whose own name is made to point here, by DNS, still sends that name as Host.
-        host = url_part(f"//{headers.get('Host', 'localhost')}", "hostname")
-        if host not in server.hosts and not re.fullmatch(r"[\d.]+|[\da-f:]*:[\da-f:.]*", host):
+        if self.host not in server.hosts and not re.fullmatch(is_address, self.host):
             raise ApiError(403, "unknown Host; --allowed-origins can list it")
         if headers.get("Origin") and self.command not in SAFE and not self.allowed_origin():
             raise ApiError(403, "unknown Origin; --allowed-origins can list it")
@@ -2190,14 +2182,26 @@ class Handler(BaseHTTPRequestHandler):
 
     # -- the ways out --
 
-    def send(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
-        """An answer in one piece: JSON, or plain text if the body is a string."""
-        kind = "application/json"
-        if isinstance(body, str):
-            kind = "text/plain; version=0.0.4; charset=utf-8"  # what Prometheus expects
-        data = (body if isinstance(body, str) else json.dumps(body)).encode()
-        self.send_head(status, {"Content-Type": kind, "Content-Length": str(len(data)),
-                                **(headers or {})})
+    def send(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
+        """Head and body of an answer. A string is sent as it is, all else as JSON; None is no body:
+        a stream's follows, in chunks."""
+        self.head_is_sent = True
+        self.connection.settimeout(WRITE_SECONDS)
+        self.close_connection |= self.is_old
+        data, head = b"", {**(headers or {}), "X-Request-Id": self.id}
+        if body is not None:
+            as_text = isinstance(body, str)
+            data = (body if as_text else json.dumps(body)).encode()
+            head["Content-Type"] = PROMETHEUS if as_text else "application/json"
+            head["Content-Length"] = str(len(data))
+        if origin := self.allowed_origin():
+            head |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+        if self.close_connection:
+            head["Connection"] = "close"
+        self.send_response(status)
+        for name, value in head.items():
+            self.send_header(name, value)
+        self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
 
@@ -2205,9 +2209,9 @@ class Handler(BaseHTTPRequestHandler):
         """Server-sent events. The terminal chunk comes only if all went well: it is the one sign
         by which every client notices that an answer was cut, for none misses [DONE]."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        if self.request_version != "HTTP/1.0":
+        if not self.is_old:
             headers["Transfer-Encoding"] = "chunked"
-        self.send_head(200, headers)
+        self.send(200, None, headers)
         for chunk in chunks:
             self.write(f"data: {json.dumps(chunk)}\n\n")
         self.write("data: [DONE]\n\n")
@@ -2216,8 +2220,7 @@ class Handler(BaseHTTPRequestHandler):
     def write(self, text: str) -> None:
         """A piece of a stream, in one write; an empty one is the terminal chunk."""
         data, self.last_sent = text.encode(), time.monotonic()
-        chunked = self.request_version != "HTTP/1.0"
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data) if chunked else data)
+        self.wfile.write(data if self.is_old else b"%x\r\n%s\r\n" % (len(data), data))
 
     def fail(self, error: ApiError) -> None:
         """An error: JSON before the head of a stream is out, an event after it."""
@@ -2245,20 +2248,6 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self.fail(ApiError(code, message or self.responses.get(code, ("error",))[0]))
 
-    def send_head(self, status: int, headers: dict[str, str]) -> None:
-        self.head_is_sent = True
-        self.connection.settimeout(WRITE_SECONDS)
-        self.close_connection |= self.request_version == "HTTP/1.0"
-        headers["X-Request-Id"] = self.id
-        if origin := self.allowed_origin():
-            headers |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
-        if self.close_connection:
-            headers["Connection"] = "close"
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-
     def version_string(self) -> str:
         return "warmserve"  # and not the version of Python, too
 
@@ -2274,11 +2263,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.allowed_origin():
             headers |= {"Access-Control-Allow-Methods": allow,
                         "Access-Control-Allow-Headers": "Authorization, Content-Type"}
-        self.send_head(204, headers)
+        self.send(204, None, headers)
 
     def get_health(self) -> None:
         state = self.server.state
-        self.send(200 if state == "ready" else 503, health_body(state))
+        self.send(*((200, {"status": "ok"}) if state == "ready" else (503, {"status": state})))
 
     def get_models(self) -> None:
         self.send(200, model_list(self.server.model, self.server.started, self.server.engine))
@@ -2306,7 +2295,7 @@ class Handler(BaseHTTPRequestHandler):
         cleared = engine.clear()
         scheduled = self.server.warmer.rewarm(engine)
         cleared.wait(0.5)  # or a little later, but before all that is submitted from now on
-        self.send(200, cleared_body(scheduled))
+        self.send(200, {"status": "cleared", "rewarm_scheduled": scheduled})
 
     def post_chat(self) -> None:
         """(1) and (8): a request in, a stream or one answer out."""
@@ -2314,8 +2303,7 @@ class Handler(BaseHTTPRequestHandler):
         if server.draining or engine.state != "ready":
             raise Unavailable(f"the server is {server.state}")
         reply = parse_chat_request(self.body, engine, server.model, server.max_tokens)
-        seq, self.begin = reply.seq, time.monotonic()
-        self.first = self.begin
+        seq, self.begin, self.ttft = reply.seq, time.monotonic(), 0.0
         engine.submit(seq)
         try:
             if reply.stream:
@@ -2327,34 +2315,30 @@ class Handler(BaseHTTPRequestHandler):
             raise
         finally:
             engine.cancel(seq)  # if it is not done
-            log.info("%s prompt=%d cached=%d completion=%d ttft_ms=%.0f total_ms=%.0f %s", self.id,
-                     len(seq.prompt_ids), seq.num_cached, seq.num_completion,
-                     1e3 * (self.first - self.begin), 1e3 * (time.monotonic() - self.begin),
-                     reply.finish_reason)
+            log.info("%s prompt=%d cached=%d completion=%d ttft_ms=%.0f total_ms=%.0f %s",
+                     self.id, len(seq.prompt_ids), seq.num_cached, seq.num_completion,
+                     1e3 * self.ttft, 1e3 * (time.monotonic() - self.begin), reply.finish_reason)
 
     def watch(self, seq: Sequence) -> Iterator[Delta | Done]:
-        """A sequence's events as they come. Raises when nobody waits for them, and at the end when
-        the completion has failed."""
+        """A sequence's events as they come. Raises when nobody waits for them any more, and at the
+        end when the completion has failed."""
         event, last, looked = None, self.begin, self.begin
         while not isinstance(event, Done):
-            try:
+            event = None
+            with contextlib.suppress(Empty):
                 event = seq.events.get(timeout=POLL_SECONDS)
-            except Empty:
-                event = None
             now = time.monotonic()
             if now - looked >= POLL_SECONDS:
                 self.look_after_client(now)
                 looked = now
             if isinstance(event, Delta) and event.text:
-                is_first = last == self.begin
-                (self.server.ttft if is_first else self.server.itl).observe(now - last)
-                self.first, last = now if is_first else self.first, now
+                (self.server.itl if self.ttft else self.server.ttft).observe(now - last)
+                self.ttft, last = self.ttft or now - self.begin, now
             if event:
                 yield event
         if event.finish_reason not in ("stop", "length"):
-            message = event.error or event.finish_reason
             # Ended by the shutdown, it is worth a retry: another server may be there by then.
-            raise Unavailable(message) if self.server.draining else ApiError(500, message)
+            raise Unavailable(event.error) if self.server.draining else ApiError(500, event.error)
 
     def look_after_client(self, now: float) -> None:
         """Is it still there, and does it know that we are?"""
