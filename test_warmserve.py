@@ -1204,7 +1204,8 @@ def text_of(chunks: list[dict], key: str = "content") -> str:
 
 HUGE = "9" * 400
 BAD_VALUES = {  # field: JSON texts, separated by blanks
-    "temperature": '"0.7" true -0.1 2.1 1e999 NaN -Infinity [] ' + HUGE, "top_p": '-0.1 1.1 "1" true',
+    "temperature": '"0.7" true -0.1 2.1 1e999 NaN -Infinity [] ' + HUGE,
+    "top_p": '-0.1 1.1 "1" true',
     "top_k": '-2 1.5 "5" true ' + HUGE, "min_p": "-0.1 1.1", "repetition_penalty": '0 -1 "x"',
     "presence_penalty": "-2.1 2.1", "frequency_penalty": "-2.1 2.1 {}",
     "max_tokens": '0 -1 1.5 "5" true [] ' + HUGE, "max_completion_tokens": "0 -1 1e3 " + HUGE,
@@ -1354,7 +1355,8 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_batch(client):
 
 
 @pytest.mark.parametrize("fields", [
-    {"temperature": 1e-300}, {"temperature": 1e-9}, {"top_p": 1e-9}, {"top_p": 0}, {"top_k": 1}, {"min_p": 1}])
+    {"temperature": 1e-300}, {"temperature": 1e-9}, {"top_p": 1e-9}, {"top_p": 0}, {"top_k": 1},
+    {"min_p": 1}])
 def test_sampling_without_a_choice_is_greedy(client, fields):
     """1 / 1e-300 is no float32: every logit would become infinite, and token 0 the winner."""
     expected = content(client.chat(user("hi"), max_tokens=20))
@@ -2018,6 +2020,18 @@ def test_a_failed_step_ends_its_requests_loudly_and_the_next_one_works(narrow, m
         assert statuses(raw) == [500, 200]
     assert content(narrow.chat(user("next")))
     assert narrow.status()["total_errors"] == 1
+
+
+def test_an_answer_that_the_shutdown_ends_is_worth_a_retry(narrow):
+    engine, body = narrow.server.engine, {**HI, **LONG}
+    with ThreadPoolExecutor() as pool:
+        cut = pool.submit(narrow.request, "POST", "/v1/chat/completions", body)
+        until(lambda: engine.rows)
+        narrow.server.draining = True
+        engine.stop()
+        status, headers, reply = cut.result(20)
+    assert status == 503 and headers["Retry-After"] and headers["Connection"] == "close"
+    assert reply["error"]["message"] == "the server is shutting down"
 
 
 def test_the_death_of_the_engine_is_told_at_once_to_everybody(narrow, monkeypatch):

@@ -1651,7 +1651,8 @@ REFUSED = ("cache_salt", "store", "functions", "function_call", "audio", "web_se
            "stop_token_ids", "allowed_token_ids", "bad_words", "prompt_logprobs", "adapters",
            "continue_final_message", "use_beam_search", "truncate_prompt_tokens", "draft_model",
            "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-HONOURED = dict.fromkeys(REFUSED, (False, "", [])) | {  # the values that ask for nothing
+# The only values that a field may have: here those that promise nothing.
+HONOURED: dict[str, tuple[Any, ...]] = dict.fromkeys(REFUSED, (False, "", [])) | {
     "tool_choice": ("auto", "none"), "modalities": (["text"],),
     "response_format": ({"type": "text"},)}
 
@@ -1660,8 +1661,8 @@ def parse_fields(body: dict[str, Any]) -> dict[str, Any]:
     """Those of FIELDS that are there, checked. null counts as absent: SDKs send it."""
     for name, values in HONOURED.items():
         if body.get(name) not in (None, *values):
-            kept = " or ".join(map(json.dumps, values))
-            raise BadRequest(f"{name} is not supported, apart from {kept}", name)
+            only = "" if name in REFUSED else f", only {json.dumps(values)}"
+            raise BadRequest(f"{name} is not supported{only}", name)
     fields = {name: body[name] for name in FIELDS if body.get(name) is not None}
     for name, value in fields.items():
         kind, *span = FIELDS[name]
@@ -1673,34 +1674,33 @@ def parse_fields(body: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def parse_stop(stop: Any) -> tuple[str, ...]:
+def parse_sampling(body: dict[str, Any], fields: dict[str, Any], max_tokens: int,
+                   vocab_size: int) -> SamplingParams:
+    """All that the engine needs to know. Nothing in it may raise there, in a pass of many rows."""
+    stop, bias, get = body.get("stop"), fields.get("logit_bias", {}), fields.get
     stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > 16 or not all(isinstance(s, str) for s in stop):
         raise BadRequest("stop must be a string or a list of at most 16 strings", "stop")
-    return tuple(s for s in stop if s)
-
-
-def parse_sampling(body: dict[str, Any], fields: dict[str, Any], max_tokens: int,
-                   vocab_size: int) -> SamplingParams:
-    known, get = SamplingParams.__dataclass_fields__, fields.get
-    bias = [(re.fullmatch("[0-9]{1,9}", k), v) for k, v in get("logit_bias", {}).items()]
-    # A token id out of range would be written past the end of the logits.
-    if not all(k and int(k[0]) < vocab_size and type(v) in (int, float) and -100 <= v <= 100
-               for k, v in bias):
-        raise BadRequest(f"logit_bias maps ids below {vocab_size} to numbers from -100 to 100",
-                         "logit_bias")
+    for token_id, value in bias.items():
+        # A token id out of range would be written past the end of the logits.
+        known = re.fullmatch("[0-9]{1,9}", token_id) and int(token_id) < vocab_size
+        if not known or type(value) not in (int, float) or not -100 <= value <= 100:
+            raise BadRequest(f"logit_bias maps ids below {vocab_size} to numbers from -100 to 100",
+                             "logit_bias")
     if get("top_logprobs") and not get("logprobs"):
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
+    names = SamplingParams.__dataclass_fields__
     return SamplingParams(**{
-        "seed": random.getrandbits(63), **{k: v for k, v in fields.items() if k in known},
-        # Half of the clients send one of these names, half the other, and some send both.
+        "seed": random.getrandbits(63),
+        **{name: value for name, value in fields.items() if name in names},
+        # Half of the clients send one of these two names, half the other, and some send both.
         "max_tokens": get("max_completion_tokens", get("max_tokens", max_tokens)),
         # top_p 0 means the most likely token alone, but mlx_lm's filter would leave none.
-        "temperature": get("temperature", 0.0) if get("top_p", 1) else 0.0,
+        "temperature": get("temperature", 0.0) if get("top_p") != 0 else 0.0,
         "top_k": max(0, get("top_k", 0)),  # vLLM's -1 turns it off, too
-        "logit_bias": tuple((int(k[0]), float(v)) for k, v in bias),
+        "logit_bias": tuple((int(token_id), float(value)) for token_id, value in bias.items()),
         "top_logprobs": get("top_logprobs", 0) if get("logprobs") else None,
-        "stop": parse_stop(body.get("stop"))})
+        "stop": tuple(text for text in stop if text)})
 
 
 @dataclass
@@ -1972,6 +1972,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True  # cli waits for running requests itself, with a deadline
     request_queue_size = 512  # the default, 5, lets the sixth client of a burst wait a second
+    server_bind = socketserver.TCPServer.server_bind  # HTTPServer's would ask a DNS server
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler],
                  engine: Engine, warmer: Warmer, model: str, *, api_key: str | None = None,
@@ -1996,11 +1997,6 @@ class Server(ThreadingHTTPServer):
             return "draining"
         warming = self.engine.state == "ready" and not self.warmer.booted
         return "warming" if warming else self.engine.state
-
-    def server_bind(self) -> None:
-        """http.server's own would ask a DNS server for the host's full name."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """A thread for the connection; past the limit, 503 at once. Without a limit, one client
@@ -2088,11 +2084,10 @@ class Handler(BaseHTTPRequestHandler):
         path = urllib.parse.unquote(self.url)
         for pattern, methods, name in ROUTES:
             if match := re.fullmatch(f"{pattern}/*", path, re.DOTALL):
-                allow = ", ".join(methods)
+                self.allow = ", ".join(methods)
                 if self.command not in methods:
-                    raise ApiError(405, f"allowed here: {allow}", headers={"Allow": allow})
-                return ("options", (allow,)) if self.command == "OPTIONS" else (
-                    name, match.groups())
+                    raise ApiError(405, f"allowed: {self.allow}", headers={"Allow": self.allow})
+                return ("options", ()) if self.command == "OPTIONS" else (name, match.groups())
         raise ApiError(404, f"there is no {path[:80]!r} here", code="not_found")
 
     # -- what is refused --
@@ -2118,19 +2113,19 @@ class Handler(BaseHTTPRequestHandler):
              "no Content-Encoding is supported")):
             if wrong:
                 raise ApiError(status, message)
-        try:
-            self.url = urllib.parse.urlsplit(self.path).path
-            self.host = urllib.parse.urlsplit(f"//{(hosts or ['localhost'])[0]}").hostname or ""
-        except ValueError:  # "http://["
-            raise ApiError(400, "malformed URL or Host") from None
 
     def check_access(self) -> None:
         """The key; and Host and Origin, against web pages that use a visitor's browser."""
         server, headers, is_address = self.server, self.headers, r"[\d.]+|[\da-f:]*:[\da-f:.]*"
-        if self.url == "/health":
-            return
+        try:
+            self.url = urllib.parse.urlsplit(self.path).path
+            if self.url == "/health":
+                return
+            host = urllib.parse.urlsplit(f"//{headers.get('Host', 'localhost')}").hostname or ""
+        except ValueError:  # "http://["
+            raise ApiError(400, "malformed URL or Host") from None
         # A page whose own name is made to point here, by DNS, still sends that name as Host.
-        if self.host not in server.hosts and not re.fullmatch(is_address, self.host):
+        if host not in server.hosts and not re.fullmatch(is_address, host):
             raise ApiError(403, "unknown Host; --allowed-origins can list it")
         if headers.get("Origin") and self.command not in SAFE and not self.allowed_origin():
             raise ApiError(403, "unknown Origin; --allowed-origins can list it")
@@ -2185,8 +2180,6 @@ class Handler(BaseHTTPRequestHandler):
     def send(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
         """Head and body of an answer. A string is sent as it is, all else as JSON; None is no body:
         a stream's follows, in chunks."""
-        self.head_is_sent = True
-        self.connection.settimeout(WRITE_SECONDS)
         self.close_connection |= self.is_old
         data, head = b"", {**(headers or {}), "X-Request-Id": self.id}
         if body is not None:
@@ -2198,6 +2191,8 @@ class Handler(BaseHTTPRequestHandler):
             head |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
         if self.close_connection:
             head["Connection"] = "close"
+        self.head_is_sent = True
+        self.connection.settimeout(WRITE_SECONDS)
         self.send_response(status)
         for name, value in head.items():
             self.send_header(name, value)
@@ -2258,10 +2253,10 @@ class Handler(BaseHTTPRequestHandler):
 
     # -- routes --
 
-    def options(self, allow: str) -> None:
-        headers = {"Allow": allow, "Content-Length": "0"}
+    def options(self) -> None:
+        headers = {"Allow": self.allow, "Content-Length": "0"}
         if self.allowed_origin():
-            headers |= {"Access-Control-Allow-Methods": allow,
+            headers |= {"Access-Control-Allow-Methods": self.allow,
                         "Access-Control-Allow-Headers": "Authorization, Content-Type"}
         self.send(204, None, headers)
 
