@@ -1633,8 +1633,7 @@ class Warmer:
 # a mistake can only be told by breaking it off. Fields that nobody knows are ignored, for clients
 # send new ones every year; a field whose loss would change the answer is refused by name.
 
-KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text",
-         dict: "an object"}
+KINDS = {int: "an integer", float: "a number", bool: "a boolean", str: "text", dict: "an object"}
 FIELDS: dict[str, tuple[Any, ...]] = {  # the kind, and for numbers the lowest and highest value
     "max_tokens": (int, 1, 2**53), "max_completion_tokens": (int, 1, 2**53),
     "temperature": (float, 0, 2), "top_p": (float, 0, 1), "top_k": (int, -1, 2**53),
@@ -1721,13 +1720,14 @@ class Reply:
 
     def chunks(self, events: Iterator[Delta | Done]) -> Iterator[dict[str, Any]]:
         """A stream: the role, the pieces, exactly one final chunk, and the usage if asked for."""
-        # The role may go before there is text: no benchmark takes it for the first token.
-        yield self.chunk({"role": "assistant", "content": ""}, [])
+        # The role goes before there is text; no benchmark takes it for the first token.
+        yield self.body("delta", {"role": "assistant", "content": ""})
         for delta, logprobs in self.deltas(events):
-            yield self.chunk(delta, logprobs)
-        yield self.chunk({}, [], self.finish_reason)
-        if self.include_usage:  # with choices that are empty: two SDKs fail if there are none
-            yield self.envelope("chat.completion.chunk", [], usage=self.usage())
+            yield self.body("delta", delta, logprobs or None)
+        # Without a finish_reason some SDKs fail, and others take an answer that was cut for whole.
+        yield self.body("delta", {}, None, self.finish_reason)
+        if self.include_usage:  # with empty choices: two SDKs fail where there are none
+            yield {**self.body("delta", {}), "choices": [], "usage": self.usage()}
 
     def completion(self, events: Iterator[Delta | Done]) -> dict[str, Any]:
         """The same deltas in one piece."""
@@ -1737,13 +1737,13 @@ class Reply:
             logprobs += more
             for key, value in delta.items():
                 message[key] = message.get(key, type(value)()) + value
+        if "tool_calls" in message and not message["content"]:
+            message["content"] = None
         for call in message.get("tool_calls", []):
             del call["index"]  # only deltas are numbered
-            message["content"] = message["content"] or None
         asked = self.seq.params.top_logprobs is not None
-        choice = {"index": 0, "message": message, "finish_reason": self.finish_reason,
-                  "logprobs": {"content": logprobs} if asked else None}
-        return self.envelope("chat.completion", [choice], usage=self.usage())
+        body = self.body("message", message, logprobs if asked else None, self.finish_reason)
+        return {**body, "usage": self.usage()}
 
     def deltas(self, events: Iterator[Delta | Done]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
         """(delta, logprobs) pairs."""
@@ -1797,16 +1797,17 @@ class Reply:
                 "total_tokens": prompt + completion,
                 "prompt_tokens_details": {"cached_tokens": self.seq.num_cached}}
 
-    def chunk(self, delta: dict[str, Any], logprobs: list[Any], reason: str | None = None) -> Any:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason,
-                  "logprobs": {"content": logprobs} if logprobs else None}
-        return self.envelope("chat.completion.chunk", [choice])
-
-    def envelope(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
+    def body(self, key: str, value: dict[str, Any], logprobs: list[Any] | None = None,
+             reason: str | None = None) -> dict[str, Any]:
+        """A plain answer, where the key is "message", or a stream's chunk, where it is "delta"."""
+        kind = "chat.completion" if key == "message" else "chat.completion.chunk"
+        choice = {"index": 0, key: value, "finish_reason": reason,
+                  "logprobs": None if logprobs is None else {"content": logprobs}}
+        body = {"id": self.id, "object": kind, "created": self.created, "model": self.model,
+                "choices": [choice]}
         if self.tools and not self.chat.shows_tools:  # not dropped without a word
-            more["warning"] = "this model's chat template does not show it any tools"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model,
-                "choices": choices, **more}
+            body["warning"] = "this model's chat template does not show it any tools"
+        return body
 
 
 def parse_chat_request(raw: bytes, engine: Engine, model: str, max_tokens: int) -> Reply:
@@ -2038,11 +2039,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_one_request(self) -> None:
         self.id, self.body_is_read, self.head_is_sent = uuid.uuid4().hex, False, False
+        # Left over from the last request, these would be in the answer to one that is no HTTP.
         self.headers = self.command = self.path = self.requestline = None
         self.request_version = self.protocol_version
         try:
             self.reader.deadline = time.monotonic() + IDLE_SECONDS
-            if not self.rfile.peek(1):
+            if not self.rfile.peek(1):  # the client has closed its end
                 raise ConnectionAbortedError
             self.reader.deadline = time.monotonic() + READ_SECONDS
             super().handle_one_request()
@@ -2069,7 +2071,7 @@ class Handler(BaseHTTPRequestHandler):
             self.fail(e)
         except OSError:
             raise
-        except Exception as e:
+        except Exception as e:  # a bug: one request fails with it, and the connection lives on
             log.exception("%s internal error", self.id)
             self.fail(ApiError(500, f"internal error ({type(e).__name__})"))
         finally:
@@ -2262,7 +2264,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def get_health(self) -> None:
         state = self.server.state
-        self.send(*((200, {"status": "ok"}) if state == "ready" else (503, {"status": state})))
+        ok = state == "ready"
+        self.send(200 if ok else 503, {"status": "ok" if ok else state})
 
     def get_models(self) -> None:
         self.send(200, model_list(self.server.model, self.server.started, self.server.engine))
