@@ -452,7 +452,7 @@ def test_tools_that_a_template_does_not_show_are_not_dropped_without_a_word(chat
     for template, shown in (("chatml", True), ("folded", False)):
         chat = chat_of(template)
         seq = chat.sequence([system(), user("q")], TOOLS, {}, GREEDY)
-        reply = ws.Reply(ws.ChatRequest(seq, False, False, TOOLS), chat, "tiny")
+        reply = ws.Reply(seq, chat, "tiny", tools=TOOLS)
         assert ("warning" in reply.completion(iter([ws.Done("stop")]))) != shown
 
 
@@ -1204,7 +1204,8 @@ def text_of(chunks: list[dict], key: str = "content") -> str:
 
 HUGE = "9" * 400
 BAD_VALUES = {  # field: JSON texts, separated by blanks
-    "temperature": '"0.7" true -0.1 2.1 1e999 [] ' + HUGE, "top_p": '0 1.1 "1" true',
+    "temperature": '"0.7" true -0.1 2.1 1e999 NaN -Infinity [] ' + HUGE,
+    "top_p": '-0.1 1.1 "1" true',
     "top_k": '-2 1.5 "5" true ' + HUGE, "min_p": "-0.1 1.1", "repetition_penalty": '0 -1 "x"',
     "presence_penalty": "-2.1 2.1", "frequency_penalty": "-2.1 2.1 {}",
     "max_tokens": '0 -1 1.5 "5" true [] ' + HUGE, "max_completion_tokens": "0 -1 1e3 " + HUGE,
@@ -1216,10 +1217,11 @@ BAD_VALUES = {  # field: JSON texts, separated by blanks
     "stream_options": "5 []", "messages": 'null [] "hi" [1] {}', "model": "5 [] true",
     "tools": '5 {} "x" [1] [{}] [{"function":{}}]', "functions": '[{"name":"f"}]',
     "tool_choice": '"required" {} {"type":"function","function":{"name":"f"}}',
-    "response_format": '"text" {"type":"json_object"} {"type":"json_schema"} []',
+    "response_format": '"text" {"type":"json_object"} {"type":"json_schema"} [] {}',
     "chat_template_kwargs": '5 [] {"chat_template":"{{messages}}"} {"tools":[]}',
     "cache_salt": '"x"', "store": "true", "min_tokens": "5", "modalities": '["audio"]',
-    "ignore_eos": "1", "guided_json": '{"type":"object"}'}
+    "ignore_eos": "1", "guided_json": '{"type":"object"}', "stream": "1", "user": "5",
+    "metadata": '"x"', "bad_words": '["x"]', "web_search_options": "{}"}
 
 
 @pytest.mark.parametrize(("field", "value"), [
@@ -1235,12 +1237,8 @@ def test_a_wrong_value_is_refused_by_name_before_the_stream_begins(client, field
 
 
 @pytest.mark.parametrize(("fields", "param", "code"), [
-    ({"stream": 1}, "stream", None), ({"stream_options": {"include_usage": True}},
-                                      "stream_options", None),
+    ({"stream_options": {"include_usage": True}}, "stream_options", None),
     ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options", None),
-    ({"user": 5}, "user", None), ({"metadata": "x"}, "metadata", None),
-    ({"response_format": {}}, "response_format", None), ({"bad_words": ["x"]}, "bad_words", None),
-    ({"web_search_options": {}}, "web_search_options", None),
     ({"stream": True, "messages": [user("x " * 9000)]}, "messages", "context_length_exceeded"),
     ({"stream": True, "messages": [{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}]}, "messages", None)])
@@ -1257,7 +1255,7 @@ def test_a_template_that_refuses_says_why_before_the_stream_begins(model_path):
 
 @pytest.mark.parametrize("body", [
     b"", b"{", b"[]", b'"x"', b"null", b"\xff{}", b"\xef\xbb\xbf{}", b"[" * 100_000,
-    b'{"a":' * 50_000, b'{"temperature": NaN}', b'{"temperature": -Infinity}',
+    b'{"a":' * 50_000,
     b'{"user": "\\ud800"}', b'{"seed": ' + b"9" * 5000 + b"}"], ids=lambda body: repr(body[:24]))
 def test_a_body_that_is_no_json_object_is_a_400(client, body):
     assert statuses(raw := exchange(client, post(body))) == [400]
@@ -1354,7 +1352,8 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_batch(client):
 
 
 @pytest.mark.parametrize("fields", [
-    {"temperature": 1e-300}, {"temperature": 1e-9}, {"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1}])
+    {"temperature": 1e-300}, {"temperature": 1e-9}, {"top_p": 1e-9}, {"top_p": 0}, {"top_k": 1},
+    {"min_p": 1}])
 def test_sampling_without_a_choice_is_greedy(client, fields):
     """1 / 1e-300 is no float32: every logit would become infinite, and token 0 the winner."""
     expected = content(client.chat(user("hi"), max_tokens=20))
@@ -1414,9 +1413,9 @@ def replied(chat, text: str, reason: str = "stop", tools=TOOLS, thinking: bool =
     """What a stream and a plain answer make of a completion: (choices of all chunks, choice)."""
     pieces = output_of(chat, chat.encode(text), thinking=thinking)
     events = [*(ws.Delta(piece, channel) for channel, piece in pieces), ws.Done(reason)]
-    request = ws.ChatRequest(ws.Sequence([1], GREEDY), True, False, tools)
-    chunks = [chunk["choices"][0] for chunk in ws.Reply(request, chat, "m").chunks(iter(events))]
-    (choice,) = ws.Reply(request, chat, "m").completion(iter(events))["choices"]
+    one, other = (ws.Reply(ws.Sequence([1], GREEDY), chat, "m", tools=tools) for _ in range(2))
+    chunks = [chunk["choices"][0] for chunk in one.chunks(iter(events))]
+    (choice,) = other.completion(iter(events))["choices"]
     assert "".join(c["delta"].get("content") or "" for c in chunks) == (
         choice["message"]["content"] or "")
     assert [c["finish_reason"] for c in chunks if c["finish_reason"]] == [choice["finish_reason"]]
@@ -1545,10 +1544,10 @@ def test_fuzzed_requests_are_served_or_refused(qwen):
     for _ in range(800):
         body = json.dumps(mutated(rng, seed)).encode()
         try:
-            ws.parse_chat_request(body, qwen, 16)
+            ws.parse_chat_request(body, qwen, "tiny", 16)
             served += 1
         except ws.BadRequest as e:
-            json.dumps(ws.error_body(400, str(e), e.param, e.code)).encode()
+            json.dumps(ws.error_body(e)).encode()
     assert 100 < served < 700
 
 
@@ -2018,6 +2017,18 @@ def test_a_failed_step_ends_its_requests_loudly_and_the_next_one_works(narrow, m
         assert statuses(raw) == [500, 200]
     assert content(narrow.chat(user("next")))
     assert narrow.status()["total_errors"] == 1
+
+
+def test_an_answer_that_the_shutdown_ends_is_worth_a_retry(narrow):
+    engine, body = narrow.server.engine, {**HI, **LONG}
+    with ThreadPoolExecutor() as pool:
+        cut = pool.submit(narrow.request, "POST", "/v1/chat/completions", body)
+        until(lambda: engine.rows)
+        narrow.server.draining = True
+        engine.stop()
+        status, headers, reply = cut.result(20)
+    assert status == 503 and headers["Retry-After"] and headers["Connection"] == "close"
+    assert reply["error"]["message"] == "the server is shutting down"
 
 
 def test_the_death_of_the_engine_is_told_at_once_to_everybody(narrow, monkeypatch):

@@ -103,7 +103,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise, takewhile
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
@@ -139,20 +139,27 @@ KV = list[Any]  # one mlx_lm cache object a layer, for one sequence
 # What travels between threads. Only data: nothing here does anything.
 
 
-class BadRequest(ValueError):
-    """What a client, or a warm prompts file, got wrong: its message, OpenAI's param and code."""
+class ApiError(Exception):
+    """What a client is told instead of an answer: HTTP's status, OpenAI's param and code."""
+
+    def __init__(self, status: int, message: str, param: str | None = None,
+                 code: str | None = None, headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers or {}
+
+
+class BadRequest(ApiError):
+    """What a client, or a warm prompts file, got wrong."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param, self.code = param, code
+        super().__init__(400, message, param, code)
 
 
-class Unavailable(Exception):
+class Unavailable(ApiError):
     """The engine takes no sequence now: loading, full, shutting down, or dead."""
 
-
-class EngineError(Exception):
-    """A completion that began and could not be finished."""
+    def __init__(self, message: str) -> None:
+        super().__init__(503, message, headers={"Retry-After": "2"})  # seconds; SDKs obey
 
 
 def describe_error(error: Exception) -> str:
@@ -1842,256 +1849,107 @@ class Warmer:
 
 
 # ==== 6. wire format ==============================================================================
-# Every JSON key of the HTTP API stands here and nowhere else. HTTP threads only.
+# The JSON of the HTTP API, all but two one-line bodies. HTTP threads only.
+#
+# A request is checked to its last field before the answer begins: once the 200 of a stream is out,
+# a mistake can only be told by breaking it off. Fields that nobody knows are ignored, for clients
+# send new ones every year; a field whose loss would change the answer is refused by name.
 
-# Promises that this server does not keep; to ignore one would change what the answer means.
+KINDS = {int: "an integer", float: "a number", bool: "a boolean", str: "text", dict: "an object"}
+FIELDS: dict[str, tuple[Any, ...]] = {  # the kind, and for numbers the lowest and highest value
+    "max_tokens": (int, 1, 2**53), "max_completion_tokens": (int, 1, 2**53),
+    "temperature": (float, 0, 2), "top_p": (float, 0, 1), "top_k": (int, -1, 2**53),
+    "min_p": (float, 0, 1), "repetition_penalty": (float, 1e-3, 1e3),
+    "presence_penalty": (float, -2, 2), "frequency_penalty": (float, -2, 2),
+    "logit_bias": (dict,), "seed": (int, -(2**63), 2**64 - 1), "ignore_eos": (bool,),
+    "n": (int, 1, 1), "logprobs": (bool,), "top_logprobs": (int, 0, 20), "stream": (bool,),
+    "stream_options": (dict,), "model": (str,), "user": (str,), "metadata": (dict,)}
+
+# Promises that this server does not keep. To ignore cache_salt, say, would let a client that asks
+# for isolation share its cache with everybody; min_tokens or a grammar would change the answer.
 REFUSED = ("cache_salt", "store", "functions", "function_call", "audio", "web_search_options",
            "echo", "suffix", "best_of", "min_tokens", "structured_outputs", "grammar",
            "stop_token_ids", "allowed_token_ids", "bad_words", "prompt_logprobs", "adapters",
            "continue_final_message", "use_beam_search", "truncate_prompt_tokens", "draft_model",
            "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+# The only values that a field may have: here those that promise nothing.
+HONOURED: dict[str, tuple[Any, ...]] = dict.fromkeys(REFUSED, (False, "", [])) | {
+    "tool_choice": ("auto", "none"), "modalities": (["text"],),
+    "response_format": ({"type": "text"},)}
 
 
-class Histogram:
-    """Counts under upper bounds in seconds, cumulative, as Prometheus wants them."""
-
-    def __init__(self, *bounds: float) -> None:
-        self.bounds, self.counts, self.total = (*bounds, math.inf), [0] * (len(bounds) + 1), 0.0
-        self.lock = threading.Lock()
-
-    def observe(self, seconds: float) -> None:
-        with self.lock:
-            self.total += seconds
-            for i in range(bisect_left(self.bounds, seconds), len(self.bounds)):
-                self.counts[i] += 1
-
-    def lines(self, name: str) -> list[str]:
-        with self.lock:
-            buckets = zip(self.bounds, self.counts, strict=True)
-            lines = [f'{name}_bucket{{le="{"+Inf" if b == math.inf else f"{b:g}"}"}} {n}'
-                     for b, n in buckets]
-            return [*lines, f"{name}_sum {self.total:.6f}", f"{name}_count {self.counts[-1]}"]
+def parse_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """Those of FIELDS that are there, checked. null counts as absent: SDKs send it."""
+    for name, values in HONOURED.items():
+        if body.get(name) not in (None, *values):
+            only = "" if name in REFUSED else f", only {json.dumps(values)}"
+            raise BadRequest(f"{name} is not supported{only}", name)
+    fields = {name: body[name] for name in FIELDS if body.get(name) is not None}
+    for name, value in fields.items():
+        kind, *span = FIELDS[name]
+        # To isinstance, true would be an integer. NaN is in no span, nor is 1e999, an infinity.
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        if not fits or (span and not span[0] <= value <= span[1]):
+            limits = " from {:g} to {:g}".format(*span) if span else ""
+            raise BadRequest(f"{name} must be {KINDS[kind]}{limits}", name)
+    return fields
 
 
-@dataclass
-class ChatRequest:
-    """A checked request for a chat completion."""
-
-    seq: Sequence
-    stream: bool
-    include_usage: bool
-    tools: Tools  # None: what looks like a tool call is text
-    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
-
-
-def parse_json(raw: bytes) -> dict[str, Any]:
-    """A request body. Python's json alone would let NaN and half surrogate pairs through."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        body = json.loads(raw.decode(), parse_constant=refuse)
-        json.dumps(body, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as e:
-        raise BadRequest(f"the body is not valid JSON: {e}") from e
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    return body
-
-
-def number(body: dict[str, Any], name: str, default: Any, low: float, high: float,
-           kinds: tuple[type, ...] = (int, float)) -> Any:
-    """A number within its range; null counts as absent, NaN is in no range, true is no number."""
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-        kind = "a number" if float in kinds else "an integer"
-        raise BadRequest(f"{name} must be {kind} from {low:g} to {high:g}", name)
-    return value
-
-
-def integer(body: dict[str, Any], name: str, default: Any, low: int, high: int = 2**53) -> Any:
-    return number(body, name, default, low, high, (int,))
-
-
-def flag(body: dict[str, Any], name: str) -> bool:
-    if not isinstance(value := body.get(name), bool | None):
-        raise BadRequest(f"{name} must be true or false", name)
-    return bool(value)
-
-
-def parse_stop(stop: Any) -> tuple[str, ...]:
+def parse_sampling(body: dict[str, Any], fields: dict[str, Any], max_tokens: int,
+                   vocab_size: int) -> SamplingParams:
+    """All that the engine needs to know. Nothing in it may raise there, in a pass of many rows."""
+    stop, bias, get = body.get("stop"), fields.get("logit_bias", {}), fields.get
     stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > 16 or not all(isinstance(s, str) for s in stop):
         raise BadRequest("stop must be a string or a list of at most 16 strings", "stop")
-    return tuple(s for s in stop if s)
-
-
-def parse_logit_bias(bias: dict[str, Any], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """A token id out of range would be written past the end of the logits."""
     for token_id, value in bias.items():
+        # A token id out of range would be written past the end of the logits.
         known = re.fullmatch("[0-9]{1,9}", token_id) and int(token_id) < vocab_size
-        if not known or isinstance(value, bool) or not isinstance(value, int | float):
-            message = f"logit_bias maps ids of {vocab_size} tokens to numbers"
-            raise BadRequest(message, "logit_bias")
-        if not -100 <= value <= 100:
-            raise BadRequest("logit_bias values must be from -100 to 100", "logit_bias")
-    return tuple((int(token_id), float(value)) for token_id, value in bias.items())
-
-
-def parse_sampling(body: dict[str, Any], max_tokens: int, vocab_size: int) -> SamplingParams:
-    logprobs, top_logprobs = flag(body, "logprobs"), integer(body, "top_logprobs", 0, 0, 20)
-    if top_logprobs and not logprobs:
+        if not known or type(value) not in (int, float) or not -100 <= value <= 100:
+            raise BadRequest(f"logit_bias maps ids below {vocab_size} to numbers from -100 to 100",
+                             "logit_bias")
+    if get("top_logprobs") and not get("logprobs"):
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
-    max_tokens = integer(body, "max_tokens", max_tokens, 1)
-    return SamplingParams(
-        max_tokens=integer(body, "max_completion_tokens", max_tokens, 1),
-        temperature=number(body, "temperature", 0.0, 0, 2),
-        top_p=number(body, "top_p", 1.0, 1e-9, 1),
-        top_k=max(0, integer(body, "top_k", 0, -1)),
-        min_p=number(body, "min_p", 0.0, 0, 1),
-        repetition_penalty=number(body, "repetition_penalty", 1.0, 1e-3, 1e3),
-        presence_penalty=number(body, "presence_penalty", 0.0, -2, 2),
-        frequency_penalty=number(body, "frequency_penalty", 0.0, -2, 2),
-        logit_bias=parse_logit_bias(check_object(body, "logit_bias"), vocab_size),
-        seed=integer(body, "seed", random.getrandbits(63), -(2**63), 2**64 - 1),
-        stop=parse_stop(body.get("stop")),
-        ignore_eos=flag(body, "ignore_eos"),
-        top_logprobs=top_logprobs if logprobs else None)
+    names = SamplingParams.__dataclass_fields__
+    return SamplingParams(**{
+        "seed": random.getrandbits(63),
+        **{name: value for name, value in fields.items() if name in names},
+        # Half of the clients send one of these two names, half the other, and some send both.
+        "max_tokens": get("max_completion_tokens", get("max_tokens", max_tokens)),
+        # top_p 0 means the most likely token alone, but mlx_lm's filter would leave none.
+        "temperature": get("temperature", 0.0) if get("top_p") != 0 else 0.0,
+        "top_k": max(0, get("top_k", 0)),  # vLLM's -1 turns it off, too
+        "logit_bias": tuple((int(token_id), float(value)) for token_id, value in bias.items()),
+        "top_logprobs": get("top_logprobs", 0) if get("logprobs") else None,
+        "stop": tuple(text for text in stop if text)})
 
 
-def check_promises(body: dict[str, Any]) -> None:
-    """Refuse what is asked for and would not be done."""
-    for name in REFUSED:
-        if body.get(name) not in (None, False, 0, "", []):
-            raise BadRequest(f"{name} is not supported", name)
-    integer(body, "n", 1, 1, 1)
-    for name in ("model", "user"):
-        if not isinstance(body.get(name), str | None):
-            raise BadRequest(f"{name} must be a string", name)
-    check_object(body, "metadata")
-    wanted = check_object(body, "response_format")
-    if body.get("response_format") is not None and wanted.get("type") != "text":
-        raise BadRequest("response_format: only type text is supported", "response_format")
-    if body.get("tool_choice") not in (None, "auto", "none"):
-        raise BadRequest("tool_choice: only auto and none can be honoured", "tool_choice")
-    if body.get("modalities") not in (None, ["text"]):
-        raise BadRequest("modalities: only text is supported", "modalities")
-
-
-def parse_chat_request(raw: bytes, engine: Engine, max_tokens: int) -> ChatRequest:
-    """(1) All that can be wrong with a request is found here, before an answer begins."""
-    body, runner = parse_json(raw), engine.runner
-    check_promises(body)
-    stream, options = flag(body, "stream"), check_object(body, "stream_options")
-    if not isinstance(options.get("include_usage"), bool | None):
-        raise BadRequest("include_usage must be true or false", "stream_options")
-    if options and not stream:
-        raise BadRequest("stream_options needs stream: true", "stream_options")
-    params = parse_sampling(body, max_tokens, runner.vocab_size)
-    tools, kwargs = check_tools(body.get("tools")), check_template_kwargs(body)
-    tools = None if body.get("tool_choice") == "none" else tools
-    seq = engine.chat.sequence(check_messages(body.get("messages")), tools, kwargs, params)
-    room = runner.context - len(seq.prompt_ids)
-    seq.params = replace(params, max_tokens=min(params.max_tokens, room))
-    return ChatRequest(seq, stream, bool(options.get("include_usage")), tools)
-
-
-def parse_tool_calls(text: str, tokenizer: Any, tools: Tools) -> list[dict[str, Any]]:
-    """One tool segment of a completion as OpenAI's tool calls; none if it cannot be read."""
-    try:
-        parsed = tokenizer.tool_parser(text, tools)
-        calls = [(call["name"], call.get("arguments", {}), call.get("id"))
-                 for call in (parsed if isinstance(parsed, list) else [parsed])]
-    except Exception:  # parsers of other people's formats raise what they like
-        return []
-    return [{"id": call_id or f"call_{uuid.uuid4().hex[:24]}", "type": "function",
-             "function": {"name": name, "arguments": arguments if isinstance(arguments, str)
-                          else json.dumps(arguments, ensure_ascii=False)}}
-            for name, arguments, call_id in calls]
-
-
+@dataclass
 class Reply:
-    """(8) Folds a sequence's events into OpenAI's deltas, for streams and plain answers alike."""
+    """(8) A checked request and its answer: folds the sequence's events into OpenAI's deltas. A
+    plain answer is the sum of the deltas that a stream sends, so the two cannot differ."""
 
-    def __init__(self, request: ChatRequest, chat: ChatTokenizer, model: str) -> None:
-        self.request, self.chat, self.model = request, chat, model
-        self.num_calls, self.finish_reason = 0, "stop"
-
-    def deltas(self, events: Iterator[Delta | Done]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-        """(delta, logprobs) pairs. Raises EngineError if the completion fails."""
-        call: str | None = None  # the text of an open tool call
-        for event in events:
-            channel = event.channel if isinstance(event, Delta) else "end"
-            if call is not None and channel != "tool":
-                yield self.tool_delta(call, closed=channel != "end"), []
-                call = None
-            if isinstance(event, Done):
-                return self.end(event)
-            logprobs = [self.logprob(entry) for entry in event.logprobs]
-            if channel == "tool":
-                call = (call or "") + event.text
-            if channel != "tool" and event.text or logprobs:
-                text = event.text if channel != "tool" else ""
-                key = "reasoning_content" if channel == "reasoning" else "content"
-                yield {key: text}, logprobs
-        return None
-
-    def tool_delta(self, text: str, closed: bool) -> dict[str, Any]:
-        """A whole tool segment: its calls, or its text where there are none (cut off, say)."""
-        tokenizer, tools = self.chat.tokenizer, self.request.tools
-        calls = parse_tool_calls(text, tokenizer, tools) if tools else []
-        if not calls:
-            end = tokenizer.tool_call_end if closed else None
-            return {"content": f"{tokenizer.tool_call_start}{text}{end or ''}"}
-        for call in calls:
-            call["index"], self.num_calls = self.num_calls, self.num_calls + 1
-        return {"tool_calls": calls}
-
-    def end(self, done: Done) -> None:
-        if done.finish_reason not in ("stop", "length"):
-            raise EngineError(done.error or done.finish_reason)
-        made_calls = self.num_calls and done.finish_reason == "stop"
-        self.finish_reason = "tool_calls" if made_calls else done.finish_reason
-
-    def logprob(self, entry: Logprob) -> dict[str, Any]:
-        def one(token_id: int, value: float) -> dict[str, Any]:
-            raw = self.chat.token_bytes(token_id)
-            text = raw.decode("utf-8", "replace")
-            return {"token": text, "logprob": min(0.0, value), "bytes": list(raw)}
-
-        top = [one(token_id, value) for token_id, value in entry.top]
-        return {**one(entry.token_id, entry.logprob), "top_logprobs": top}
-
-    def usage(self) -> dict[str, Any]:
-        seq = self.request.seq
-        prompt, completion = len(seq.prompt_ids), seq.num_completion
-        return {"prompt_tokens": prompt, "completion_tokens": completion,
-                "total_tokens": prompt + completion,
-                "prompt_tokens_details": {"cached_tokens": seq.num_cached}}
-
-    def envelope(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
-        if self.request.tools and not self.chat.shows_tools:  # not dropped without a word
-            more["warning"] = "this model's chat template does not show it any tools"
-        return {"id": self.request.id, "object": kind, "created": self.request.created,
-                "model": self.model, "choices": choices, **more}
-
-    def chunk(self, delta: dict[str, Any], logprobs: list[Any], reason: str | None = None) -> Any:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason,
-                  "logprobs": {"content": logprobs} if logprobs else None}
-        return self.envelope("chat.completion.chunk", [choice])
+    seq: Sequence
+    chat: ChatTokenizer
+    model: str
+    stream: bool = False
+    include_usage: bool = False
+    tools: Tools = None  # None: what looks like a tool call is text
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))  # SDKs fail on a float
+    num_calls: int = 0
+    finish_reason: str = "failed"
 
     def chunks(self, events: Iterator[Delta | Done]) -> Iterator[dict[str, Any]]:
         """A stream: the role, the pieces, exactly one final chunk, and the usage if asked for."""
-        yield self.chunk({"role": "assistant", "content": ""}, [])
+        # The role goes before there is text; no benchmark takes it for the first token.
+        yield self.body("delta", {"role": "assistant", "content": ""})
         for delta, logprobs in self.deltas(events):
-            yield self.chunk(delta, logprobs)
-        yield self.chunk({}, [], self.finish_reason)
-        if self.request.include_usage:
-            yield self.envelope("chat.completion.chunk", [], usage=self.usage())
+            yield self.body("delta", delta, logprobs or None)
+        # Without a finish_reason some SDKs fail, and others take an answer that was cut for whole.
+        yield self.body("delta", {}, None, self.finish_reason)
+        if self.include_usage:  # with empty choices: two SDKs fail where there are none
+            yield {**self.body("delta", {}), "choices": [], "usage": self.usage()}
 
     def completion(self, events: Iterator[Delta | Done]) -> dict[str, Any]:
         """The same deltas in one piece."""
@@ -2100,69 +1958,123 @@ class Reply:
         for delta, more in self.deltas(events):
             logprobs += more
             for key, value in delta.items():
-                message[key] = message[key] + value if message.get(key) else value
+                message[key] = message.get(key, type(value)()) + value
+        if "tool_calls" in message and not message["content"]:
+            message["content"] = None
         for call in message.get("tool_calls", []):
             del call["index"]  # only deltas are numbered
-        if message.get("tool_calls") and not message["content"]:
-            message["content"] = None
-        asked = self.request.seq.params.top_logprobs is not None
-        choice = {"index": 0, "message": message, "finish_reason": self.finish_reason,
-                  "logprobs": {"content": logprobs} if asked else None}
-        return self.envelope("chat.completion", [choice], usage=self.usage())
+        asked = self.seq.params.top_logprobs is not None
+        body = self.body("message", message, logprobs if asked else None, self.finish_reason)
+        return {**body, "usage": self.usage()}
+
+    def deltas(self, events: Iterator[Delta | Done]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+        """(delta, logprobs) pairs."""
+        call: str | None = None  # the text of an open tool call
+        for event in events:
+            channel = event.channel if isinstance(event, Delta) else "end"
+            if call is not None and channel != "tool":
+                yield self.tool_delta(call, closed=channel != "end"), []
+                call = None
+            if isinstance(event, Done):
+                made_calls = self.num_calls and event.finish_reason == "stop"
+                self.finish_reason = "tool_calls" if made_calls else event.finish_reason
+                continue  # it is the last one, but the iterator may have an error to raise
+            text = event.text
+            if channel == "tool":  # sent whole: no SDK can use a part, and no parser read one
+                call, text = (call or "") + text, ""
+            logprobs = [{**self.token(entry.token_id, entry.logprob),
+                         "top_logprobs": [self.token(*top) for top in entry.top]}
+                        for entry in event.logprobs]
+            if text or logprobs:
+                yield {"reasoning_content" if channel == "reasoning" else "content": text}, logprobs
+
+    def tool_delta(self, text: str, closed: bool) -> dict[str, Any]:
+        """A whole tool segment: its calls, or its text where there are none (cut off, say)."""
+        tokenizer, calls = self.chat.tokenizer, []
+        try:
+            parsed = tokenizer.tool_parser(text, self.tools) if self.tools else []
+            for call in parsed if isinstance(parsed, list) else [parsed]:
+                arguments = call.get("arguments", {})
+                if not isinstance(arguments, str):
+                    arguments = json.dumps(arguments, ensure_ascii=False)
+                calls.append({"id": call.get("id") or f"call_{uuid.uuid4().hex[:24]}",
+                              "type": "function", "index": self.num_calls + len(calls),
+                              "function": {"name": call["name"], "arguments": arguments}})
+        except Exception:  # parsers of other people's formats raise what they like
+            calls = []
+        if not calls:
+            end = tokenizer.tool_call_end if closed else None
+            return {"content": f"{tokenizer.tool_call_start}{text}{end or ''}"}
+        self.num_calls += len(calls)
+        return {"tool_calls": calls}
+
+    def token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self.chat.token_bytes(token_id)  # may be half a character
+        return {"token": raw.decode("utf-8", "replace"), "logprob": min(0.0, logprob),
+                "bytes": list(raw)}
+
+    def usage(self) -> dict[str, Any]:
+        prompt, completion = len(self.seq.prompt_ids), self.seq.num_completion
+        return {"prompt_tokens": prompt, "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+                "prompt_tokens_details": {"cached_tokens": self.seq.num_cached}}
+
+    def body(self, key: str, value: dict[str, Any], logprobs: list[Any] | None = None,
+             reason: str | None = None) -> dict[str, Any]:
+        """A plain answer, where the key is "message", or a stream's chunk, where it is "delta"."""
+        kind = "chat.completion" if key == "message" else "chat.completion.chunk"
+        choice = {"index": 0, key: value, "finish_reason": reason,
+                  "logprobs": None if logprobs is None else {"content": logprobs}}
+        body = {"id": self.id, "object": kind, "created": self.created, "model": self.model,
+                "choices": [choice]}
+        if self.tools and not self.chat.shows_tools:  # not dropped without a word
+            body["warning"] = "this model's chat template does not show it any tools"
+        return body
 
 
-def error_body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+def parse_chat_request(raw: bytes, engine: Engine, model: str, max_tokens: int) -> Reply:
+    """(1) All that can be wrong with a request is found here."""
+    try:
+        body = json.loads(raw.decode())
+        json.dumps(body, ensure_ascii=False).encode()  # Python lets half a surrogate pair through
+    except (ValueError, RecursionError) as e:
+        raise BadRequest(f"the body is not valid JSON: {e}") from e
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    fields = parse_fields(body)
+    stream, options = fields.get("stream", False), fields.get("stream_options", {})
+    include_usage = options.get("include_usage")
+    if not isinstance(include_usage, bool | None) or options and not stream:
+        raise BadRequest("stream_options: include_usage, with stream: true", "stream_options")
+    params = parse_sampling(body, fields, max_tokens, engine.runner.vocab_size)
+    tools, kwargs = check_tools(body.get("tools")), check_template_kwargs(body)
+    tools = None if body.get("tool_choice") == "none" else tools
+    seq = engine.chat.sequence(check_messages(body.get("messages")), tools, kwargs, params)
+    room = engine.runner.context - len(seq.prompt_ids)
+    seq.params = replace(params, max_tokens=min(params.max_tokens, room))
+    return Reply(seq, engine.chat, model, stream, bool(include_usage), tools)
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def health_body(state: str) -> dict[str, Any]:
-    return {"status": "ok" if state == "ready" else state}
-
-
-def cleared_body(rewarm_scheduled: bool) -> dict[str, Any]:
-    return {"status": "cleared", "rewarm_scheduled": rewarm_scheduled}
-
-
-def model_card(model: str, created: float, engine: Engine) -> dict[str, Any]:
-    context = engine.runner.context if engine.state == "ready" else None
-    return {"id": model, "object": "model", "created": int(created), "owned_by": "warmserve",
-            "max_model_len": context}
+    default = "server_error" if error.status >= 500 else "invalid_request_error"
+    return {"error": {"message": str(error), "type": kinds.get(error.status, default),
+                      "param": error.param, "code": error.code}}
 
 
 def model_list(model: str, created: float, engine: Engine) -> dict[str, Any]:
-    return {"object": "list", "data": [model_card(model, created, engine)]}
-
-
-def warmup_body(warmer: Warmer) -> dict[str, Any]:
-    prompts = list(warmer.prompts)
-    warmed = [p for p in prompts if p.status == "warmed"]
-    return {
-        "state": warmer.state, "file_error": warmer.file_error, "total": len(prompts),
-        "completed": len(warmed), "skipped": sum(p.status == "skipped" for p in prompts),
-        "prompt_tokens": sum(len(p.ids) for p in warmed), "elapsed_s": round(warmer.elapsed, 3),
-        "entries": [{"index": p.index, "status": p.status, "tokens": len(p.ids),
-                     "reason": p.reason} for p in prompts]}
-
-
-def cache_body(cache: PrefixCache) -> dict[str, Any]:
-    entries, now = list(cache.entries.values()), time.monotonic()
-    return {
-        "entry_count": len(entries), "pinned_count": sum(e.pinned for e in entries),
-        "hits": cache.hits, "misses": cache.misses,
-        "hit_rate": round(cache.hits / max(1, cache.hits + cache.misses), 4),
-        "tokens_saved": cache.tokens_saved, "evictions": cache.evictions,
-        "current_memory_mb": round(sum(e.nbytes for e in entries) / 1e6, 3),
-        "max_memory_mb": round(cache.max_bytes / 1e6, 3),
-        "entries": [{"tokens": e.num_tokens, "bytes": e.nbytes, "hits": e.hits,
-                     "pinned": e.pinned, "idle_s": round(now - e.last_used, 1)}
-                    for e in entries]}
+    context = engine.runner.context if engine.state == "ready" else None
+    return {"object": "list", "data": [{
+        "id": model, "object": "model", "created": int(created), "owned_by": "warmserve",
+        "max_model_len": context}]}  # vLLM's name
 
 
 def status_body(state: str, model: str, uptime: float, engine: Engine, warmer: Warmer) -> Any:
-    """GET /v1/status: numbers only, never the text of a prompt."""
-    active, peak = engine.memory()
+    """GET /v1/status: numbers only, never the text of a prompt. Nothing here waits for the engine,
+    which may be in a long prefill; lists that it changes are copied first."""
+    prompts, cache, now = list(warmer.prompts), engine.cache, time.monotonic()
+    warmed = [p for p in prompts if p.status == "warmed"]
+    entries, (active, peak) = list(cache.entries.values()), engine.memory()
     return {
         "status": state, "model": model, "version": __version__, "uptime_s": round(uptime, 1),
         "num_running": len(engine.prefilling) + len(engine.rows),
@@ -2171,14 +2083,50 @@ def status_body(state: str, model: str, uptime: float, engine: Engine, warmer: W
         "total_prompt_tokens": engine.num_prompt_tokens,
         "total_completion_tokens": engine.num_completion_tokens,
         "total_cancelled": engine.num_cancelled, "total_errors": engine.num_errors,
-        "warmup": warmup_body(warmer), "cache": cache_body(engine.cache),
+        "warmup": {
+            "state": warmer.state, "file_error": warmer.file_error, "total": len(prompts),
+            "completed": len(warmed), "skipped": sum(p.status == "skipped" for p in prompts),
+            "prompt_tokens": sum(len(p.ids) for p in warmed),
+            "elapsed_s": round(warmer.elapsed, 3),
+            "entries": [{"index": p.index, "status": p.status, "tokens": len(p.ids),
+                         "reason": p.reason} for p in prompts]},
+        "cache": {
+            "entry_count": len(entries), "pinned_count": sum(e.pinned for e in entries),
+            "hits": cache.hits, "misses": cache.misses,
+            "hit_rate": round(cache.hits / max(1, cache.hits + cache.misses), 4),
+            "tokens_saved": cache.tokens_saved, "evictions": cache.evictions,
+            "current_memory_mb": round(sum(e.nbytes for e in entries) / 1e6, 3),
+            "max_memory_mb": round(cache.max_bytes / 1e6, 3),
+            "entries": [{"tokens": e.num_tokens, "bytes": e.nbytes, "hits": e.hits,
+                         "pinned": e.pinned, "idle_s": round(now - e.last_used, 1)}
+                        for e in entries]},
         "memory": {"active_mb": round(active / 1e6, 1), "peak_mb": round(peak / 1e6, 1)}}
+
+
+class Histogram:
+    """Counts of durations under upper bounds, in seconds, for Prometheus."""
+
+    def __init__(self, *bounds: float) -> None:
+        self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
+        self.lock = threading.Lock()  # every HTTP thread observes
+
+    def observe(self, seconds: float) -> None:
+        with self.lock:
+            self.total += seconds
+            self.counts[bisect_left(self.bounds, seconds)] += 1
+
+    def samples(self, name: str) -> list[str]:
+        with self.lock:
+            counts, total = list(accumulate(self.counts)), self.total  # a bucket holds all below
+        labels = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
+        return [*(f'{name}_bucket{{le="{le}"}} {n}' for le, n in zip(labels, counts, strict=True)),
+                f"{name}_sum {total:.6f}", f"{name}_count {counts[-1]}"]
 
 
 def metrics_text(engine: Engine, ttft: Histogram, itl: Histogram) -> str:
     """GET /metrics, in Prometheus' text format."""
-    cache = engine.cache
-    values = [
+    cache, lines = engine.cache, []
+    for name, text, value in (
         ("requests_total", "Requests taken by the engine", engine.num_requests),
         ("prompt_tokens_total", "Prompt tokens, cached or not", engine.num_prompt_tokens),
         ("completion_tokens_total", "Tokens sampled", engine.num_completion_tokens),
@@ -2191,16 +2139,15 @@ def metrics_text(engine: Engine, ttft: Histogram, itl: Histogram) -> str:
         ("prefix_cache_bytes", "Bytes of stored KV caches", cache.nbytes),
         ("prefix_cache_entries", "Stored prefixes", len(cache.entries)),
         ("running", "Sequences with a row", len(engine.prefilling) + len(engine.rows)),
-        ("waiting", "Sequences without one", len(engine.waiting))]
-    lines = []
-    for name, text, value in values:
-        kind = "counter" if name.endswith("_total") else "gauge"
-        lines += [f"# HELP warmserve_{name} {text}.", f"# TYPE warmserve_{name} {kind}",
-                  f"warmserve_{name} {value}"]
-    for name, text, histogram in (("ttft_seconds", "Request to first text", ttft),
-                                  ("inter_token_seconds", "Gap between pieces of text", itl)):
-        lines += [f"# HELP warmserve_{name} {text}.", f"# TYPE warmserve_{name} histogram",
-                  *histogram.lines(f"warmserve_{name}")]
+        ("waiting", "Sequences without one", len(engine.waiting)),
+        ("ttft_seconds", "Request to first text", ttft),
+        ("inter_token_seconds", "Gap between pieces of text", itl),
+    ):
+        name, kind = f"warmserve_{name}", "counter" if name.endswith("_total") else "gauge"
+        samples = [f"{name} {value}"]
+        if isinstance(value, Histogram):
+            kind, samples = "histogram", value.samples(name)
+        lines += [f"# HELP {name} {text}.", f"# TYPE {name} {kind}", *samples]
     return "\n".join([*lines, ""])
 
 
@@ -2215,46 +2162,28 @@ WRITE_SECONDS = 30.0  # for a client that does not read
 IDLE_SECONDS = 75.0  # between two requests of a connection
 POLL_SECONDS = 0.5  # between two looks whether a waiting client is still there
 KEEPALIVE_SECONDS = 15.0  # of silence in a stream: proxies are less patient than clients
-RETRY_AFTER = {"Retry-After": "2"}  # seconds
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
-ROUTES = {
-    "/health": {"GET": "get_health"}, "/metrics": {"GET": "get_metrics"},
-    "/v1/models": {"GET": "get_models"}, "/v1/status": {"GET": "get_status"},
-    "/v1/chat/completions": {"POST": "post_chat"},
-    "/v1/cache/prefix": {"DELETE": "delete_prefix_cache"}}
-
-
-class HttpError(Exception):
-    """An answer with a status of 400 or more."""
-
-    def __init__(self, status: int, message: str, code: str | None = None,
-                 headers: dict[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code, self.headers = status, code, headers or {}
-
-
-def url_part(url: str, part: str) -> str:
-    try:
-        return getattr(urllib.parse.urlsplit(url), part) or ""
-    except ValueError:  # "http://["
-        raise HttpError(400, "malformed URL or Host") from None
-
-
-class ClientGone(Exception):
-    """The client has closed its end; nobody reads an answer any more."""
+SAFE = ("GET", "HEAD", "OPTIONS")
+ROUTES = (  # a path, the methods allowed there, and the method of Handler that answers
+    ("/health", SAFE, "get_health"), ("/metrics", SAFE, "get_metrics"),
+    ("/v1/status", SAFE, "get_status"), ("/v1/models", SAFE, "get_models"),
+    ("/v1/models/(.+)", SAFE, "get_model"),
+    ("/v1/chat/completions", ("POST", "OPTIONS"), "post_chat"),
+    ("/v1/cache/prefix", ("DELETE", "OPTIONS"), "delete_prefix_cache"))
 
 
 class DeadlineReader(io.RawIOBase):
     """Reads a socket until a point in time. A timeout per recv is beaten by one byte a minute."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.deadline = connection, math.inf  # time.monotonic
+        self.connection, self.deadline = connection, 0.0  # time.monotonic
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        left = min(self.deadline - time.monotonic(), 86400.0)
+        left = self.deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
         self.connection.settimeout(left)
@@ -2266,6 +2195,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True  # cli waits for running requests itself, with a deadline
     request_queue_size = 512  # the default, 5, lets the sixth client of a burst wait a second
+    server_bind = socketserver.TCPServer.server_bind  # HTTPServer's would ask a DNS server
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler],
                  engine: Engine, warmer: Warmer, model: str, *, api_key: str | None = None,
@@ -2274,7 +2204,7 @@ class Server(ThreadingHTTPServer):
         self.api_key, self.max_tokens, self.allowed_origins = api_key, max_tokens, allowed_origins
         self.started, self.draining = time.time(), False
         self.active, self.idle = 0, threading.Condition()  # requests that are being answered
-        self.slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.connections: set[socket.socket] = set()
         self.ttft = Histogram(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
         self.itl = Histogram(0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
         names = {urllib.parse.urlsplit(origin).hostname for origin in allowed_origins}
@@ -2283,51 +2213,44 @@ class Server(ThreadingHTTPServer):
             self.address_family = socket.AF_INET6
         super().__init__(address, handler)
 
-    def server_bind(self) -> None:
-        """http.server's own would ask a DNS server for the host's full name."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
-
     @property
     def state(self) -> str:
         """loading, warming, ready, draining or failed."""
         if self.draining or self.engine.state == "stopped":
             return "draining"
-        if self.engine.state == "ready":
-            return "ready" if self.warmer.booted else "warming"
-        return self.engine.state
+        warming = self.engine.state == "ready" and not self.warmer.booted
+        return "warming" if warming else self.engine.state
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread for the connection; past the limit, 503 at once."""
-        if self.slots.acquire(blocking=False):
-            super().process_request(request, client_address)
-            return
+        """A thread for the connection; past the limit, 503 at once. Without a limit, one client
+        can use up all file descriptors, and then the accept loop spins."""
+        self.connections.add(request)
+        if len(self.connections) <= MAX_CONNECTIONS:
+            return super().process_request(request, client_address)
+        body = json.dumps(error_body(Unavailable("too many connections"))).encode()
         with contextlib.suppress(OSError):
-            body = json.dumps(error_body(503, "too many connections", None, None))
             request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 2\r\n"
                             b"Content-Type: application/json\r\nConnection: close\r\n"
-                            b"Content-Length: %d\r\n\r\n%s" % (len(body), body.encode()))
-        self.shutdown_request(request)
+                            b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        return self.shutdown_request(request)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.slots.release()
+    def shutdown_request(self, request: Any) -> None:
+        """Every connection ends here, even one for which no thread could be started."""
+        self.connections.discard(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks off is nobody's error."""
+        """A connection that breaks off is nobody's error; the standard prints a traceback."""
         log.debug("connection", exc_info=True)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection. Two ways out: send_json (send_text) and send_events."""
+    """One connection. There are two ways out, send() and stream(); fail() uses what is left."""
 
     server: Server
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.0"  # 0.9, the default, gets answers without a status line
     disable_nagle_algorithm = True  # or a small write waits up to 40 ms for the last one's ACK
-    server_version, sys_version = "warmserve", ""
 
     # -- one request --
 
@@ -2338,42 +2261,41 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_one_request(self) -> None:
         self.id, self.body_is_read, self.head_is_sent = uuid.uuid4().hex, False, False
+        # Left over from the last request, these would be in the answer to one that is no HTTP.
         self.headers = self.command = self.path = self.requestline = None
         self.request_version = self.protocol_version
         try:
             self.reader.deadline = time.monotonic() + IDLE_SECONDS
-            if not self.rfile.peek(1):
-                self.close_connection = True
-                return
+            if not self.rfile.peek(1):  # the client has closed its end
+                raise ConnectionAbortedError
             self.reader.deadline = time.monotonic() + READ_SECONDS
             super().handle_one_request()
-        except (OSError, ClientGone):  # a TimeoutError is one, too
+        except OSError:  # the client has gone, or let a deadline pass
             self.close_connection = True
 
+    @property
+    def is_old(self) -> bool:
+        """HTTP/1.0 knows no chunks: there a stream ends with the connection."""
+        return self.request_version == "HTTP/1.0"
+
     def route(self) -> None:
-        """Every method comes here: check, read, answer. The one place where a mistake of the
-        client's becomes a status."""
+        """Every method comes here: check, read, answer. The one place where an exception becomes a
+        status. An OSError does not: nobody is there any more to be told."""
         with self.server.idle:
             self.server.active += 1
         try:
             self.check_framing()
             self.check_access()
-            handler = self.find_handler()
+            name, arguments = self.find_route()
             self.body = self.read_body()
-            getattr(self, handler)()
-        except BadRequest as e:
-            self.send_failure(400, str(e), e.param, e.code)
-        except Unavailable as e:
-            self.send_failure(503, str(e), headers=RETRY_AFTER)
-        except HttpError as e:
-            self.send_failure(e.status, str(e), code=e.code, headers=e.headers)
-        except EngineError as e:
-            self.send_failure(500, str(e))
-        except (OSError, ClientGone):
+            getattr(self, name)(*arguments)
+        except ApiError as e:
+            self.fail(e)
+        except OSError:
             raise
-        except Exception as e:
+        except Exception as e:  # a bug: one request fails with it, and the connection lives on
             log.exception("%s internal error", self.id)
-            self.send_failure(500, f"internal error ({type(e).__name__})")
+            self.fail(ApiError(500, f"internal error ({type(e).__name__})"))
         finally:
             with self.server.idle:
                 self.server.active -= 1
@@ -2381,72 +2303,70 @@ class Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = route
 
-    def find_handler(self) -> str:
-        """The name of the method that answers; 404, or 405 with what is allowed."""
-        path = urllib.parse.unquote(url_part(self.path, "path"))
-        methods = ROUTES.get(path.rstrip("/"))
-        if path.startswith("/v1/models/") and methods is None:
-            methods, self.model_id = {"GET": "get_model"}, path.removeprefix("/v1/models/")
-        if methods is None:
-            raise HttpError(404, f"there is no {path[:80]!r} here", "not_found")
-        self.allow = ", ".join([*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"])
-        method = "GET" if self.command == "HEAD" else self.command
-        if method not in methods and method != "OPTIONS":
-            raise HttpError(405, f"allowed here: {self.allow}", headers={"Allow": self.allow})
-        return methods.get(method, "options")
+    def find_route(self) -> tuple[str, tuple[str, ...]]:
+        """The name of the method that answers, and its arguments."""
+        path = urllib.parse.unquote(self.url)
+        for pattern, methods, name in ROUTES:
+            if match := re.fullmatch(f"{pattern}/*", path, re.DOTALL):
+                self.allow = ", ".join(methods)
+                if self.command not in methods:
+                    raise ApiError(405, f"allowed: {self.allow}", headers={"Allow": self.allow})
+                return ("options", ()) if self.command == "OPTIONS" else (name, match.groups())
+        raise ApiError(404, f"there is no {path[:80]!r} here", code="not_found")
 
     # -- what is refused --
 
     def check_framing(self) -> None:
         """A request that two parsers could cut differently is how requests get past a proxy."""
-        headers = self.headers
-        if headers.defects or headers.get_payload():  # a space before a colon ends up there
-            raise HttpError(400, "malformed header")
-        hosts = headers.get_all("Host", [])
-        if len(hosts) > 1 or (not hosts and self.request_version == "HTTP/1.1"):
-            raise HttpError(400, "there must be exactly one Host header")
-        lengths = set(headers.get_all("Content-Length", []))
-        codings = [c.strip().lower() for c in headers.get_all("Transfer-Encoding", [])]
-        if len(lengths) > 1 or (lengths and codings):
-            raise HttpError(400, "the length of the body is given more than once")
-        if codings and codings != ["chunked"]:
-            raise HttpError(501, "the only Transfer-Encoding here is chunked")
-        if self.command == "POST" and not codings and not lengths:
-            raise HttpError(411, "a POST needs a Content-Length")
-        self.chunked, length = bool(codings), lengths.pop() if lengths else "0"
-        if not re.fullmatch("[0-9]+", length):  # int() would take +5, 1_0 and other scripts
-            raise HttpError(400, "malformed Content-Length")
-        self.length = int(length.lstrip("0")[:20] or "0")
-        if self.length > MAX_BODY:
-            raise HttpError(413, f"the body is limited to {MAX_BODY} bytes")
-        if headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise HttpError(415, "no Content-Encoding is supported")
+        headers, get_all = self.headers, self.headers.get_all
+        hosts, lengths = get_all("Host", []), get_all("Content-Length", [])
+        codings = [coding.strip().lower() for coding in get_all("Transfer-Encoding", [])]
+        # int() alone would take +5, 1_0 and other scripts' digits, but no 5,000 zeros.
+        digits = re.fullmatch("0*([0-9]{0,20})[0-9]*", lengths[0] if lengths else "0")
+        self.chunked, self.length = bool(codings), int(digits[1] or 0) if digits else 0
+        for wrong, status, message in (
+            # Behind a header with a blank before its colon, the parser sees no more headers.
+            (headers.defects or headers.get_payload(), 400, "malformed header"),
+            (len(hosts) > 1 or not (hosts or self.is_old), 400, "there must be one Host header"),
+            (len(set(lengths)) + self.chunked > 1, 400, "two lengths of one body"),
+            (codings not in ([], ["chunked"]), 501, "the only Transfer-Encoding is chunked"),
+            (self.command == "POST" and not (codings or lengths), 411, "no Content-Length"),
+            (not digits or "" in lengths, 400, "malformed Content-Length"),
+            (self.length > MAX_BODY, 413, f"the body is limited to {MAX_BODY} bytes"),
+            (headers.get("Content-Encoding", "identity").lower() != "identity", 415,
+             "no Content-Encoding is supported")):
+            if wrong:
+                raise ApiError(status, message)
 
     def check_access(self) -> None:
         """The key; and Host and Origin, against web pages that use a visitor's browser."""
-        server, headers = self.server, self.headers
-        if url_part(self.path, "path") == "/health":
-            return
-        host = url_part(f"//{headers.get('Host', 'localhost')}", "hostname")
-        if host not in server.hosts and not re.fullmatch(r"[\d.]+|[\da-f:]*:[\da-f:.]*", host):
-            raise HttpError(403, "unknown Host; --allowed-origins can list it")  # DNS rebinding
-        origin, safe = headers.get("Origin"), self.command in ("GET", "HEAD", "OPTIONS")
-        if origin and not safe and not self.allows(origin):
-            raise HttpError(403, "unknown Origin; --allowed-origins can list it")
+        server, headers, is_address = self.server, self.headers, r"[\d.]+|[\da-f:]*:[\da-f:.]*"
+        try:
+            self.url = urllib.parse.urlsplit(self.path).path
+            if self.url == "/health":
+                return
+            host = urllib.parse.urlsplit(f"//{headers.get('Host', 'localhost')}").hostname or ""
+        except ValueError:  # "http://["
+            raise ApiError(400, "malformed URL or Host") from None
+        # A page whose own name is made to point here, by DNS, still sends that name as Host.
+        if host not in server.hosts and not re.fullmatch(is_address, host):
+            raise ApiError(403, "unknown Host; --allowed-origins can list it")
+        if headers.get("Origin") and self.command not in SAFE and not self.allowed_origin():
+            raise ApiError(403, "unknown Origin; --allowed-origins can list it")
         if server.api_key and self.command != "OPTIONS":
             scheme, _, token = headers.get("Authorization", "").partition(" ")
+            # As bytes: of text, compare_digest takes ASCII only.
             sent, key = token.strip().encode("latin-1", "replace"), server.api_key.encode()
             if scheme.lower() != "bearer" or not hmac.compare_digest(sent, key):
-                raise HttpError(401, "a valid API key is needed", "invalid_api_key",
-                                {"WWW-Authenticate": "Bearer"})
+                raise ApiError(401, "a valid API key is needed", code="invalid_api_key",
+                               headers={"WWW-Authenticate": "Bearer"})
 
-    def allows(self, origin: str) -> bool:
-        return "*" in self.server.allowed_origins or origin in self.server.allowed_origins
+    def allowed_origin(self) -> str | None:
+        """The origin of the web page that asks, if it may."""
+        origin, known = (self.headers or {}).get("Origin"), self.server.allowed_origins
+        return origin if origin in known or "*" in known else None
 
     # -- reading --
-
-    def version_string(self) -> str:
-        return self.server_version
 
     def handle_expect_100(self) -> bool:
         """Not yet: read_body says 100 when the body is wanted."""
@@ -2459,29 +2379,79 @@ class Handler(BaseHTTPRequestHandler):
         try:
             body = self.read_chunks() if self.chunked else self.rfile.read(self.length)
         except TimeoutError:
-            raise HttpError(408, "the request took too long to arrive") from None
+            raise ApiError(408, "the request took too long to arrive") from None
         if len(body) < self.length:
-            raise ClientGone
+            raise ConnectionAbortedError
         self.body_is_read = True
         return body
 
     def read_chunks(self) -> bytes:
-        body = b""
-        while True:
+        body, size = b"", 1
+        while size:
             line = self.rfile.readline(1024).split(b";")[0].strip()
-            if not re.fullmatch(b"[0-9A-Fa-f]{1,8}", line):
-                raise HttpError(400, "malformed chunk")
-            size = int(line, 16)
+            size = int(line, 16) if re.fullmatch(b"[0-9A-Fa-f]{1,8}", line) else -1
             if len(body) + size > MAX_BODY:
-                raise HttpError(413, f"the body is limited to {MAX_BODY} bytes")
-            if size == 0:
-                break
-            body += self.rfile.read(size)
-            if self.rfile.readline(3) not in (b"\r\n", b"\n"):
-                raise HttpError(400, "malformed chunk")
+                raise ApiError(413, f"the body is limited to {MAX_BODY} bytes")
+            body += self.rfile.read(max(size, 0))
+            if size < 0 or (size and self.rfile.readline(3) not in (b"\r\n", b"\n")):
+                raise ApiError(400, "malformed chunk")
         while self.rfile.readline(65536).strip():  # trailers
             pass
         return body
+
+    # -- the ways out --
+
+    def send(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
+        """Head and body of an answer. A string is sent as it is, all else as JSON; None is no body:
+        a stream's follows, in chunks."""
+        self.close_connection |= self.is_old
+        data, head = b"", {**(headers or {}), "X-Request-Id": self.id}
+        if body is not None:
+            as_text = isinstance(body, str)
+            data = (body if as_text else json.dumps(body)).encode()
+            head["Content-Type"] = PROMETHEUS if as_text else "application/json"
+            head["Content-Length"] = str(len(data))
+        if origin := self.allowed_origin():
+            head |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+        if self.close_connection:
+            head["Connection"] = "close"
+        self.head_is_sent = True
+        self.connection.settimeout(WRITE_SECONDS)
+        self.send_response(status)
+        for name, value in head.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def stream(self, chunks: Iterator[dict[str, Any]]) -> None:
+        """Server-sent events. The terminal chunk comes only if all went well: it is the one sign
+        by which every client notices that an answer was cut, for none misses [DONE]."""
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        if not self.is_old:
+            headers["Transfer-Encoding"] = "chunked"
+        self.send(200, None, headers)
+        for chunk in chunks:
+            self.write(f"data: {json.dumps(chunk)}\n\n")
+        self.write("data: [DONE]\n\n")
+        self.write("")
+
+    def write(self, text: str) -> None:
+        """A piece of a stream, in one write; an empty one is the terminal chunk."""
+        data, self.last_sent = text.encode(), time.monotonic()
+        self.wfile.write(data if self.is_old else b"%x\r\n%s\r\n" % (len(data), data))
+
+    def fail(self, error: ApiError) -> None:
+        """An error: JSON before the head of a stream is out, an event after it."""
+        if self.head_is_sent:
+            self.close_connection = True  # without the terminal chunk
+            self.write(f"data: {json.dumps(error_body(error))}\n\n")
+            return
+        # What is left of a body in the socket would be read as the next request.
+        self.close_connection |= not self.body_is_read or self.server.draining
+        self.send(error.status, error_body(error), error.headers)
+        if not self.body_is_read:
+            self.drain()
 
     def drain(self) -> None:
         """Take what the client is still sending, for a while. If the connection were closed at
@@ -2492,172 +2462,111 @@ class Handler(BaseHTTPRequestHandler):
             while left > 0 and (data := self.rfile.read1(65536)):
                 left -= len(data)
 
-    # -- the ways out --
-
-    def send_head(self, status: int, headers: dict[str, str]) -> None:
-        self.head_is_sent = True
-        self.connection.settimeout(WRITE_SECONDS)
-        self.send_response(status)
-        headers = {**headers, "X-Request-Id": self.id}
-        origin = self.headers.get("Origin") if self.headers else None
-        if origin and self.allows(origin):
-            headers |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
-        if self.close_connection:
-            headers["Connection"] = "close"
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-
-    def send_json(self, body: Any, status: int = 200,
-                  headers: dict[str, str] | None = None) -> None:
-        self.send_text(json.dumps(body), "application/json", status, headers)
-
-    def send_text(self, text: str, kind: str, status: int = 200,
-                  headers: dict[str, str] | None = None) -> None:
-        data = text.encode()
-        self.close_connection |= self.request_version == "HTTP/1.0"
-        head = {"Content-Type": kind, "Content-Length": str(len(data)), **(headers or {})}
-        self.send_head(status, head)
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def send_failure(self, status: int, message: str, param: str | None = None,
-                     code: str | None = None, headers: dict[str, str] | None = None) -> None:
-        """An error: JSON before the head of a stream is out, an event after it."""
-        body = error_body(status, message, param, code)
-        if self.head_is_sent:
-            self.close_connection = True  # without the terminal chunk: clients see a broken stream
-            return self.send_event(json.dumps(body))
-        self.close_connection |= not self.body_is_read or self.server.draining
-        self.send_json(body, status, headers)
-        return None if self.body_is_read else self.drain()
-
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """http.server's own complaints, about request lines, header sizes and unknown methods."""
         self.close_connection = True
-        self.send_failure(code, message or self.responses.get(code, ("error",))[0])
+        self.fail(ApiError(code, message or self.responses.get(code, ("error",))[0]))
 
-    def send_events(self, chunks: Iterator[dict[str, Any]]) -> None:
-        """Server-sent events, each written at once. The terminal chunk comes only if all went
-        well: it is the one sign by which every client notices that an answer was cut."""
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        self.close_connection |= self.request_version == "HTTP/1.0"
-        self.chunked_reply = self.request_version != "HTTP/1.0"
-        if self.chunked_reply:
-            headers["Transfer-Encoding"] = "chunked"
-        self.send_head(200, headers)
-        for chunk in chunks:
-            self.send_event(json.dumps(chunk))
-        self.send_event("[DONE]")
-        if self.chunked_reply:
-            self.wfile.write(b"0\r\n\r\n")
+    def version_string(self) -> str:
+        return "warmserve"  # and not the version of Python, too
 
-    def send_event(self, data: str) -> None:
-        self.send_raw(f"data: {data}\n\n".encode())
-
-    def send_raw(self, data: bytes) -> None:
-        self.last_sent = time.monotonic()
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data) if self.chunked_reply else data)
+    def log_message(self, format: str, *args: Any) -> None:
+        """Never a body, a key or a query; repr keeps a client's line ends out of the log."""
+        path = (self.path or "").partition("?")[0][:200]
+        log.debug("%s %s %r %s", self.id, self.command, path, args[1] if len(args) > 1 else "")
 
     # -- routes --
 
     def options(self) -> None:
         headers = {"Allow": self.allow, "Content-Length": "0"}
-        if (origin := self.headers.get("Origin")) and self.allows(origin):
+        if self.allowed_origin():
             headers |= {"Access-Control-Allow-Methods": self.allow,
                         "Access-Control-Allow-Headers": "Authorization, Content-Type"}
-        self.send_head(204, headers)
+        self.send(204, None, headers)
 
     def get_health(self) -> None:
         state = self.server.state
-        self.send_json(health_body(state), 200 if state == "ready" else 503)
+        ok = state == "ready"
+        self.send(200 if ok else 503, {"status": "ok" if ok else state})
 
     def get_models(self) -> None:
-        self.send_json(model_list(self.server.model, self.server.started, self.server.engine))
+        self.send(200, model_list(self.server.model, self.server.started, self.server.engine))
 
-    def get_model(self) -> None:
-        if self.model_id != self.server.model:
-            raise HttpError(404, f"the model here is {self.server.model}", "model_not_found")
-        self.send_json(model_card(self.server.model, self.server.started, self.server.engine))
+    def get_model(self, name: str) -> None:
+        s = self.server
+        if name != s.model:
+            raise ApiError(404, f"the model here is {s.model}", code="model_not_found")
+        self.send(200, model_list(s.model, s.started, s.engine)["data"][0])
 
     def get_status(self) -> None:
         s = self.server
-        uptime = time.time() - s.started
-        self.send_json(status_body(s.state, s.model, uptime, s.engine, s.warmer))
+        self.send(200, status_body(s.state, s.model, time.time() - s.started, s.engine, s.warmer))
 
     def get_metrics(self) -> None:
-        self.send_text(metrics_text(self.server.engine, self.server.ttft, self.server.itl),
-                       "text/plain; version=0.0.4; charset=utf-8")
+        self.send(200, metrics_text(self.server.engine, self.server.ttft, self.server.itl))
 
     def delete_prefix_cache(self) -> None:
         engine = self.server.engine
         if engine.state != "ready":
             raise Unavailable(f"the engine is {engine.state}")
         if not engine.cache.max_bytes:
-            raise HttpError(409, "the prefix cache is off (--prefix-cache-bytes 0)", "cache_off")
+            raise ApiError(409, "the prefix cache is off (--prefix-cache-bytes 0)",
+                           code="cache_off")
         cleared = engine.clear()
         scheduled = self.server.warmer.rewarm(engine)
         cleared.wait(0.5)  # or a little later, but before all that is submitted from now on
-        self.send_json(cleared_body(scheduled))
+        self.send(200, {"status": "cleared", "rewarm_scheduled": scheduled})
 
     def post_chat(self) -> None:
         """(1) and (8): a request in, a stream or one answer out."""
         server, engine = self.server, self.server.engine
         if server.draining or engine.state != "ready":
             raise Unavailable(f"the server is {server.state}")
-        request = parse_chat_request(self.body, engine, server.max_tokens)
-        seq, outcome = request.seq, "failed"
-        self.begin = self.first = time.monotonic()
-        reply = Reply(request, engine.chat, server.model)
+        reply = parse_chat_request(self.body, engine, server.model, server.max_tokens)
+        seq, self.begin, self.ttft = reply.seq, time.monotonic(), 0.0
         engine.submit(seq)
         try:
-            if request.stream:
-                self.send_events(reply.chunks(self.watch(seq)))
+            if reply.stream:
+                self.stream(reply.chunks(self.watch(seq)))
             else:
-                self.send_json(reply.completion(self.watch(seq)))
-            outcome = reply.finish_reason
-        except (OSError, ClientGone):
-            outcome = "client gone"
+                self.send(200, reply.completion(self.watch(seq)))
+        except OSError:
+            reply.finish_reason = "client gone"
             raise
         finally:
             engine.cancel(seq)  # if it is not done
-            log.info("%s prompt=%d cached=%d completion=%d ttft_ms=%.0f total_ms=%.0f %s", self.id,
-                     len(seq.prompt_ids), seq.num_cached, seq.num_completion,
-                     1e3 * (self.first - self.begin), 1e3 * (time.monotonic() - self.begin),
-                     outcome)
+            log.info("%s prompt=%d cached=%d completion=%d ttft_ms=%.0f total_ms=%.0f %s",
+                     self.id, len(seq.prompt_ids), seq.num_cached, seq.num_completion,
+                     1e3 * self.ttft, 1e3 * (time.monotonic() - self.begin), reply.finish_reason)
 
     def watch(self, seq: Sequence) -> Iterator[Delta | Done]:
-        """A sequence's events as they come. Raises ClientGone when nobody waits for them."""
-        self.first = self.last_sent = last = looked = self.begin
-        event: Delta | Done | None = None
+        """A sequence's events as they come. Raises when nobody waits for them any more, and at the
+        end when the completion has failed."""
+        event, last, looked = None, self.begin, self.begin
         while not isinstance(event, Done):
-            try:
+            event = None
+            with contextlib.suppress(Empty):
                 event = seq.events.get(timeout=POLL_SECONDS)
-            except Empty:
-                event = None
             now = time.monotonic()
             if now - looked >= POLL_SECONDS:
                 self.look_after_client(now)
                 looked = now
             if isinstance(event, Delta) and event.text:
-                is_first = last == self.begin
-                (self.server.ttft if is_first else self.server.itl).observe(now - last)
-                self.first, last = now if is_first else self.first, now
+                (self.server.itl if self.ttft else self.server.ttft).observe(now - last)
+                self.ttft, last = self.ttft or now - self.begin, now
             if event:
                 yield event
+        if event.finish_reason not in ("stop", "length"):
+            # Ended by the shutdown, it is worth a retry: another server may be there by then.
+            raise Unavailable(event.error) if self.server.draining else ApiError(500, event.error)
 
     def look_after_client(self, now: float) -> None:
         """Is it still there, and does it know that we are?"""
         readable, _, _ = select.select([self.connection], [], [], 0)
         if readable and not self.connection.recv(1, socket.MSG_PEEK):
-            raise ClientGone
+            raise ConnectionAbortedError
         if self.head_is_sent and now - self.last_sent > KEEPALIVE_SECONDS:
-            self.send_raw(b": still working\n\n")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Never a body, a key or a query; repr keeps a client's line ends out of the log."""
-        path = (self.path or "").partition("?")[0][:200]
-        log.debug("%s %s %r %s", self.id, self.command, path, args[1] if len(args) > 1 else "")
+            self.write(": still working\n\n")
 
 
 # ==== 8. bench ====================================================================================
