@@ -2278,8 +2278,8 @@ def results(tmp_path):
     for tag, ttft, cached in (("cold", 900.0, 0), ("warm", 300.0, 60)):
         rows = [row | {"tag": tag, "concurrency": n, "ttft_ms": ttft * n, "prompt_tokens": 90,
                        "cached_tokens": cached} for n in (1, 4)]
-        (tmp_path / f"{tag}.csv").write_text(ws.render(rows, ws.COLUMNS, "csv"))
-    (tmp_path / "warm.json").write_text(ws.render(rows, ws.COLUMNS, "json"))
+        (tmp_path / f"{tag}.csv").write_text(ws.render(rows, "csv"))
+    (tmp_path / "warm.json").write_text(ws.render(rows, "json"))
     return tmp_path
 
 
