@@ -2210,13 +2210,16 @@ def test_a_server_without_status_and_cached_tokens_is_measured_and_it_is_said_on
     assert err.count("does not report cached_tokens") == 1 and rows[0]["model"] == "org/m"
 
 
-def test_a_busy_server_is_waited_for():
-    states = [{"num_running": 1}, {"num_waiting": 2}, {"warmup": {"state": "running"}}]
-    for state in states:
-        with scripted(_v1_status=state) as server:
-            assert not ws.Target(server.url, None).is_idle()
-    with scripted(_v1_status={"num_running": 0, "warmup": {"state": "done"}}) as server:
-        assert ws.Target(server.url, None).is_idle()
+@pytest.mark.parametrize("path, reply, busy", [
+    ("_v1_status", {"num_running": 1}, True), ("_v1_status", {"num_waiting": 2}, True),
+    ("_v1_status", {"warmup": {"state": "running"}}, True),
+    ("_v1_status", {"num_running": 0, "warmup": {"state": "done"}}, False)])
+def test_a_busy_server_is_waited_for_in_vain_only_for_a_while(capsys, monkeypatch, path, reply,
+                                                               busy):
+    monkeypatch.setattr(ws, "IDLE_WAIT_S", 0.1)
+    with scripted(**{path: reply}) as server:
+        ws.Target(server.url, None).wait_idle()
+    assert ("stays busy" in capsys.readouterr().err) is busy
 
 
 def test_p95_needs_five_samples(capsys):

@@ -2459,7 +2459,7 @@ point home water room mother area money story fact month lot right study book ey
 
 
 class BenchError(Exception):
-    """A line for the user; where a request failed, "kind: detail"."""
+    """A line for the user; of a failed request, "kind: detail"."""
 
 
 def say(text: str, passing: bool = False) -> None:
@@ -2499,21 +2499,21 @@ class Target:
         except (OSError, OverflowError, TypeError, ValueError, http.client.HTTPException) as error:
             return {"error": str(error), **reply}
 
-    def is_idle(self) -> bool:
-        """Ready, nothing running, warm-up over: as far as a server tells, because few tell all."""
-        health, status = self.get("/health"), self.get("/v1/status")
-        loading = health.get("http_status") == 503 and health.get("status") != "failed"
-        warming = (status.get("warmup") or {}).get("state") == "running"
-        return not (loading or warming or status.get("num_running") or status.get("num_waiting"))
-
     def wait_idle(self) -> None:
+        """Until it is ready, runs nothing and warms nothing, as far as it tells: few tell all."""
         give_up = time.monotonic() + IDLE_WAIT_S
-        while not self.is_idle():
-            if time.monotonic() > give_up:
-                return say(f"warning: {self.url} stays busy and is measured as it is")
+        while time.monotonic() < give_up:
+            health, status = self.get("/health"), self.get("/v1/status")
+            loading = health.get("http_status") == 503 and health.get("status") != "failed"
+            warming = (status.get("warmup") or {}).get("state") == "running"
+            busy = status.get("num_running") or status.get("num_waiting")
+            if not (loading or warming or busy):
+                return
             time.sleep(0.05)
+        say(f"warning: {self.url} stays busy and is measured as it is")
 
     def find_model(self, name: str | None) -> None:
+        self.wait_idle()
         reply = self.get("/v1/models")
         try:
             # mlx_lm.server lists every download it finds, and the model it serves last.
@@ -2669,58 +2669,53 @@ class Cell:
                 yield f"warning: tag {self.tag}, but {hits} of {len(known)} requests hit the cache"
 
 
-def shared_labels(rows: list[dict]) -> dict[str, str]:
-    """What is the same in every row need not stand in every row."""
-    labels = [key for key in LABELS[:3] if rows and key in rows[0]]
-    return {key: rows[0][key] for key in labels if len({row[key] for row in rows}) == 1}
-
-
-def text_table(rows: list[dict]) -> str:
-    shared, stacks = shared_labels(rows), []
+def text_table(rows: list[dict], shared: dict[str, str]) -> str:
+    lines, stacks = [f"{label}: {value}" for label, value in shared.items() if value], []
     for column in (column for column in rows[0] if column not in shared):
         # Headings are stacked word by word, because the numbers below them are narrow.
         cells = ["", "", *column.split("_")][-3:]
         cells += ["-" if row[column] is None else str(row[column]) for row in rows]
         stacks.append([cell.rjust(max(map(len, cells))) for cell in cells])
-    lines = [f"{label}: {value}" for label, value in shared.items() if value]
     return "\n".join([*lines, *map("  ".join, zip(*stacks, strict=True))]) + "\n"
 
 
-def svg_chart(rows: list[dict]) -> str:
+def svg_chart(rows: list[dict], shared: dict[str, str]) -> str:
     """A bar for every TTFT. Each says its own figure, so that the chart needs no axis."""
-    shared = shared_labels(rows)
     columns = [column for column in rows[0] if column.endswith("ttft_ms")] if rows else []
     scale = 480 / max([row[column] or 0 for row in rows for column in columns] + [1e-9])
-    lines = [(0, "", ", ".join(["Median TTFT", *filter(None, shared.values())]))]
+    # All lines are alike: (length of the bar, its colour, words). Most have one of the two.
+    lines = [(0, "none", ", ".join(["Median TTFT", *filter(None, shared.values())]))]
     for row in rows:
         labels = [row[key] for key in LABELS if key in row and key not in shared]
-        gain = f": {row['speed_up']:.2f}\u00d7 as fast" if row.get("speed_up") else ""
-        lines += [(0, "", ""),
-                  (0, "", ", ".join([*labels, f"concurrency {row['concurrency']}"]) + gain)]
+        labels.append(f"concurrency {row['concurrency']}")
+        if row.get("speed_up"):
+            labels.append(f"{row['speed_up']:.2f}\u00d7 as fast")
+        lines += [(0, "none", ""), (0, "none", ", ".join(labels))]
         for column, colour in zip(columns, COLOURS, strict=False):
+            figure = f"{row[column]:,.1f} ms" if row[column] else "no data"
             name = column.removesuffix("ttft_ms").strip("_")
-            figure = f"{row[column]:,.1f} ms {name}" if row[column] else f"no data {name}"
-            lines.append(((row[column] or 0) * scale, colour, figure))
-    height = 18 * len(lines) + 30
+            lines.append(((row[column] or 0) * scale, colour, f"{figure} {name}"))
+    height = 18 * len(lines) + 36
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" width="720" '
              'font-family="sans-serif" font-size="13">',
              '<rect width="100%" height="100%" fill="#fff"/>']  # for dark pages
-    for y, (width, colour, words) in enumerate(lines, 1):
-        parts.append(f'<rect x="20" y="{18 * y}" width="{width:.1f}" height="15" '
-                     f'fill="{colour or "none"}"/>')
-        parts.append(f'<text x="{width + (26 if colour else 20):.1f}" y="{18 * y + 12}">'
-                     f'{html.escape(words)}</text>')
+    for y, (length, colour, words) in zip(range(18, height, 18), lines, strict=False):
+        parts.append(f'<rect x="20" y="{y}" width="{length:.1f}" height="15" fill="{colour}"/>'
+                     f'<text x="{length + 26:.1f}" y="{y + 12}">{html.escape(words)}</text>')
     # ASCII is right whatever encoding a file or a pipe has.
     return "\n".join([*parts, "</svg>\n"]).encode("ascii", "xmlcharrefreplace").decode()
 
 
 def render(rows: list[dict], form: str) -> str:
+    # What is the same in every row need not stand in every row of what people look at.
+    labels = [key for key in LABELS[:3] if rows and key in rows[0]]
+    shared = {key: rows[0][key] for key in labels if len({row[key] for row in rows}) == 1}
     if form == "svg":
-        return svg_chart(rows)
+        return svg_chart(rows, shared)
     if form == "json":
         return json.dumps(rows) + "\n"
     if form == "table" and rows:
-        return text_table(rows)
+        return text_table(rows, shared)
     file = io.StringIO()
     writer = csv.DictWriter(file, rows[0] if rows else COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -2753,8 +2748,8 @@ def parse_rows(text: str) -> list[dict]:
     return [{column: row[column] for column in COLUMNS} for row in rows]
 
 
-def compare(args: argparse.Namespace) -> str:
-    """The cells that both files have, with the speed-up of their TTFT."""
+def compare(args: argparse.Namespace) -> list[dict]:
+    """A row for every cell that both files have."""
     cold, warm = [read_input("--compare", path, parse_rows) for path in args.compare]
     # The url counts only where a file has several: cold and warm are often two servers.
     several = any(len({row["url"] for row in rows}) > 1 for rows in (cold, warm))
@@ -2767,12 +2762,10 @@ def compare(args: argparse.Namespace) -> str:
             for c in cold if (w := partners.get(tuple(c[key] for key in keys)))]
     if not rows:
         raise BenchError("--compare: no cell is in both files")
-    if args.format != "table":
-        return render(rows, args.format)
-    for row in rows:
-        length = math.ceil(24 / max(1, row["speed_up"])) if row["speed_up"] else 0
-        row["bar"] = ("#" * length).ljust(24, ".")
-    return text_table(rows) + "bar: # warm TTFT, #. cold TTFT\n"
+    for row in rows if args.format == "table" else []:
+        length = math.ceil(24 / max(1, row["speed_up"] or math.inf))
+        row["warm_of_cold"] = ("#" * length).ljust(24, ".")  # a bar to look at
+    return rows
 
 
 def make_text(name: str, seed: str) -> str:
@@ -2804,7 +2797,6 @@ class Bench:
         code = 0
         try:
             for target in self.targets:
-                target.wait_idle()
                 target.find_model(self.args.model)
             for name in self.chats:
                 self.preflight(name)
@@ -2867,12 +2859,12 @@ def bench_serve(args: argparse.Namespace) -> int:
         if args.output:
             open(args.output, "a").close()  # a path that cannot be written is no news for the end
         if args.compare:
-            text, code = compare(args), 0
+            rows, code = compare(args), 0
         else:
             bench = Bench(args)
-            code = 1  # from here on it is the server
+            code = 1  # from here on it is the server that fails
             rows, code = bench.run()
-            text = render(rows, args.format)
+        text = render(rows, args.format)
         if args.output:
             Path(args.output).write_text(text, encoding="utf-8", newline="")
         else:
