@@ -2701,7 +2701,8 @@ def svg_chart(rows: list[dict], shared: dict[str, str]) -> str:
              '<rect width="100%" height="100%" fill="#fff"/>']  # for dark pages
     for y, (length, colour, words) in zip(range(18, height, 18), lines, strict=False):
         parts.append(f'<rect x="20" y="{y}" width="{length:.1f}" height="15" fill="{colour}"/>'
-                     f'<text x="{length + 26:.1f}" y="{y + 12}">{html.escape(words)}</text>')
+                     f'<text x="{20 + length + 6 * bool(length):.1f}" y="{y + 12}">'
+                     f'{html.escape(words)}</text>')
     # ASCII is right whatever encoding a file or a pipe has.
     return "\n".join([*parts, "</svg>\n"]).encode("ascii", "xmlcharrefreplace").decode()
 
