@@ -2503,6 +2503,8 @@ class Target:
         """Until it is ready, runs nothing and warms nothing, as far as it tells: few tell all."""
         give_up = time.monotonic() + IDLE_WAIT_S
         while time.monotonic() < give_up:
+            # /health may say 503 for a model that loads (llama.cpp does) or for a dead engine. The
+            # dead are not waited for, nor the unreachable: their requests will fail, and count.
             health, status = self.get("/health"), self.get("/v1/status")
             loading = health.get("http_status") == 503 and health.get("status") != "failed"
             warming = (status.get("warmup") or {}).get("state") == "running"
@@ -2549,6 +2551,7 @@ def read_events(response: http.client.HTTPResponse) -> Iterator[tuple[float, Any
 
 
 def time_stream(response: http.client.HTTPResponse, sent: float, timing: RequestTiming) -> None:
+    """Reads a stream to its end; one that does not end well raises."""
     arrivals, finished, usage = [], False, {}
     for end, event in read_events(response):
         if event is None:
@@ -2576,6 +2579,7 @@ def time_stream(response: http.client.HTTPResponse, sent: float, timing: Request
 
 
 def time_request(target: Target, body: bytes) -> RequestTiming:
+    """Never raises: a failure is a result, too."""
     # The clock starts before the connection: a server that accepts slowly keeps clients waiting.
     timing, sent = RequestTiming(), time.perf_counter()
     try:
@@ -2591,7 +2595,7 @@ def time_request(target: Target, body: bytes) -> RequestTiming:
                 raise BenchError(f"HTTP {response.status}: {detail.decode('utf-8', 'replace')}")
             timing.retries += 1
             time.sleep(min(int(wait), 30) if wait.isdigit() else 1)
-    except Exception as error:  # whatever a server does to its client is a result
+    except Exception as error:  # a server may send anything: JSON of another shape, half a chunk
         kinds = {BenchError: "", http.client.IncompleteRead: "cut stream: "}
         timing.error = kinds.get(type(error), f"{type(error).__name__}: ") + str(error)
     return timing
@@ -2613,6 +2617,8 @@ def ratio(above: float | None, below: float | None) -> float | None:
 
 @dataclass
 class Cell:
+    """What was measured of one prompt set at one concurrency on one server."""
+
     tag: str
     target: Target
     prompt_set: str
@@ -2632,7 +2638,7 @@ class Cell:
                 thread.start()
             for thread in threads:
                 thread.join()
-        finally:
+        finally:  # the answers that came before a Ctrl-C count, and so does their time
             self.wall_s += time.perf_counter() - started
 
     def row(self) -> dict[str, Any]:
@@ -2642,6 +2648,7 @@ class Cell:
         each = {key: [getattr(t, key) for t in good] for key in RequestTiming.__annotations__}
         middle = {key: percentile(values, 50) for key, values in each.items() if key in COLUMNS}
         counts = [None if middle[key] is None else round(middle[key]) for key in COUNTS]
+        # No means: one request that met a busy machine would move them.
         return dict(zip(COLUMNS, [
             self.tag, self.target.url, self.target.model, self.prompt_set, self.concurrency,
             len(done), len(done) - len(good), *counts,
@@ -2708,6 +2715,7 @@ def svg_chart(rows: list[dict], shared: dict[str, str]) -> str:
 
 
 def render(rows: list[dict], form: str) -> str:
+    """`rows` as table, csv, json or svg; they are of a run, or of a comparison of two."""
     # What is the same in every row need not stand in every row of what people look at.
     labels = [key for key in LABELS[:3] if rows and key in rows[0]]
     shared = {key: rows[0][key] for key in labels if len({row[key] for row in rows}) == 1}
@@ -2824,6 +2832,8 @@ class Bench:
         self.cells += cells
         for cell in cells:
             cell.target.wait_idle()
+        # Servers take turns round by round, so that a machine that slows down (heat, a neighbour)
+        # slows all of them down.
         for number in range(-args.warmup, args.repetitions):
             for cell in cells:
                 say(f"{name} x {concurrency}: round {number + 1} of {args.repetitions}", True)
@@ -2870,7 +2880,7 @@ def bench_serve(args: argparse.Namespace) -> int:
             Path(args.output).write_text(text, encoding="utf-8", newline="")
         else:
             print(text, end="", flush=True)
-    except (BenchError, OSError) as error:
+    except (BenchError, OSError) as error:  # no traceback for a mistake or a dead server
         print(f"bench-serve: {error}", file=sys.stderr)
     return code
 
