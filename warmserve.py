@@ -2521,8 +2521,8 @@ class Target:
             # mlx_lm.server lists every download it finds, and the model it serves last.
             self.model = name or reply["data"][-1]["id"]
         except (LookupError, TypeError):
-            why = str(reply)[:200]
-            raise BenchError(f"{self.url} names no model, --model would: {why}") from None
+            why = str(reply.get("error", reply))[:200]
+            raise BenchError(f"{self.url}: no model found, no --model given: {why}") from None
 
 
 @dataclass
