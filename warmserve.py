@@ -89,16 +89,16 @@ import signal
 import socket
 import socketserver
 import stat
-import statistics
 import struct
 import sys
 import threading
 import time
 import urllib.parse
+import urllib.request
 import uuid
 from array import array
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -107,7 +107,7 @@ from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 # A real BLAS, where there is one, has to be in the process before mlx is: mlx's wheel for Linux
 # CPUs brings the reference BLAS, the symbols that are there first win, and those of OpenBLAS or MKL
@@ -2572,27 +2572,90 @@ class Handler(BaseHTTPRequestHandler):
 
 # ==== 8. bench ====================================================================================
 # Measures any OpenAI-compatible server from outside; needs nothing of sections 1-7, and no MLX.
-# A cell is one prompt set at one concurrency; a round is one request from every client at once.
+# A cell is one prompt set at one concurrency on one server. It is measured in rounds: one request
+# from every client at once, and the next round when all have their answers.
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 LABELS = ["tag", "url", "model", "prompt_set"]  # the columns that are no numbers
 COUNTS = ["prompt_tokens", "cached_tokens", "completion_tokens"]  # per request, from `usage`
 COLUMNS = [*LABELS, "concurrency", "requests", "failed", *COUNTS, "ttft_ms", "ttft_p95_ms",
            "tpot_ms", "itl_p95_ms", "e2e_latency_ms", "gen_tps", "prompt_tps"]
+TEXT_KEYS = ("content", "reasoning_content", "reasoning", "tool_calls")  # where a delta holds text
 REQUEST_TIMEOUT_S = 1200.0  # of silence: a long cold prefill on a CPU takes minutes
 IDLE_WAIT_S = 300.0  # per cell and server; then it is measured as busy as it is
-COLOURS = ("#4878a8", "#f0a03c")  # of bars; apart in grey print too
-HALO = 'stroke="#fff" stroke-width="3" paint-order="stroke"'  # for figures on grid lines
 MAX_RETRIES = 3  # of a request that is told to come back later
-MIN_P95_SAMPLES = 5  # below, a p95 is only another name for the maximum
-SENTENCES = {"short": 1, "medium": 44, "long": 226}  # of 11 tokens; the frame is about 20 more
+COLOURS = ("#4878a8", "#f0a03c")  # of cold and warm bars; apart in grey print too
+NUM_WORDS = {"short": 15, "medium": 485, "long": 2485}  # a token each; the frame is 15 more
 WORDS = """time year people way day man thing woman life child world school state family student
 group country problem hand part place case week company system program question work number night
 point home water room mother area money story fact month lot right study book eye job"""
 
 
 class BenchError(Exception):
-    """(line for the user, exit code): 2 where the input is wrong, 1 where the server is."""
+    """A line for the user; of a failed request, "kind: detail"."""
+
+
+def say(text: str, passing: bool = False) -> None:
+    """A line on stderr. A passing one is for terminals, where the next line takes its place."""
+    if sys.stderr.isatty():
+        print(f"\r\33[K{text}", end="" if passing else "\n", file=sys.stderr, flush=True)
+    elif not passing:
+        print(text, file=sys.stderr, flush=True)
+
+
+class Target:
+    """One server under test. Its url may end in /v1, as other clients want it."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        if not re.fullmatch(r"https?://(\[.+\]|[^/:]+)(:\d{1,5})?(/.*)?", url):
+            raise BenchError(f"--url {url}: expected something like {DEFAULT_URL}")
+        self.url, self.model, self.num_sent = url, "", 0
+        key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.headers = {"Content-Type": "application/json", **key}
+        # urlopen would go through a proxy, follow redirects and raise what is not 200.
+        self.web = urllib.request.OpenerDirector()
+        self.web.add_handler(urllib.request.HTTPHandler())
+        self.web.add_handler(urllib.request.HTTPSHandler())
+
+    def open(self, route: str, body: bytes | None = None,
+             timeout_s: float = 10.0) -> http.client.HTTPResponse:
+        url = self.url.rstrip("/").removesuffix("/v1") + route
+        return self.web.open(urllib.request.Request(url, body, self.headers), timeout=timeout_s)
+
+    def get(self, route: str) -> dict[str, Any]:
+        """The JSON object at a route and its HTTP status; why there is none stands in "error"."""
+        reply = {}
+        try:
+            with self.open(route) as response:
+                reply["http_status"] = response.status
+                return json.loads(response.read()) | reply
+        except (OSError, OverflowError, TypeError, ValueError, http.client.HTTPException) as error:
+            return {"error": str(error), **reply}
+
+    def wait_idle(self) -> None:
+        """Until it is ready, runs nothing and warms nothing, as far as it tells: few tell all."""
+        give_up = time.monotonic() + IDLE_WAIT_S
+        while time.monotonic() < give_up:
+            # /health may say 503 for a model that loads (llama.cpp does) or for a dead engine. The
+            # dead are not waited for, nor the unreachable: their requests will fail, and count.
+            health, status = self.get("/health"), self.get("/v1/status")
+            loading = health.get("http_status") == 503 and health.get("status") != "failed"
+            warming = (status.get("warmup") or {}).get("state") == "running"
+            busy = status.get("num_running") or status.get("num_waiting")
+            if not (loading or warming or busy):
+                return
+            time.sleep(0.05)
+        say(f"warning: {self.url} stays busy and is measured as it is")
+
+    def find_model(self, name: str | None) -> None:
+        self.wait_idle()
+        reply = self.get("/v1/models")
+        try:
+            # mlx_lm.server lists every download it finds, and the model it serves last.
+            self.model = name or reply["data"][-1]["id"]
+        except (LookupError, TypeError):
+            why = str(reply.get("error", reply))[:200]
+            raise BenchError(f"{self.url}: no model found, no --model given: {why}") from None
 
 
 @dataclass
@@ -2607,83 +2670,23 @@ class RequestTiming:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     retries: int = 0  # their waiting is in the times, as it is in the client's life
-    error: str | None = None  # "kind: detail"
+    error: str | None = None
 
 
-class Target:
-    """One server under test. Its url may end in /v1, as other clients want it."""
-
-    def __init__(self, url: str, api_key: str | None) -> None:
-        self.url, self.model, self.num_sent = url, "", 0
-        self.headers = {"Content-Type": "application/json"}
-        if api_key:
-            self.headers["Authorization"] = f"Bearer {api_key}"
-        with contextlib.suppress(ValueError):  # a port that is no number
-            self.parts = urllib.parse.urlsplit(url)
-            web = self.parts.scheme in ("http", "https")
-            if web and self.parts.hostname and self.parts.port != 0:
-                return
-        raise BenchError(f"--url {url}: expected something like {DEFAULT_URL}", 2)
-
-    @contextlib.contextmanager
-    def request(self, route: str, body: bytes | None = None,
-                timeout_s: float = 10.0) -> Iterator[http.client.HTTPResponse]:
-        tls = self.parts.scheme == "https"
-        connect = http.client.HTTPSConnection if tls else http.client.HTTPConnection
-        path = self.parts.path.rstrip("/").removesuffix("/v1") + route
-        host, port = self.parts.hostname, self.parts.port
-        with contextlib.closing(connect(host, port, timeout=timeout_s)) as connection:
-            connection.request("POST" if body else "GET", path, body, self.headers)
-            with connection.getresponse() as response:
-                yield response
-                # Leaving between [DONE] and the last bytes looks like a client that hung up.
-                if connection.sock:
-                    connection.sock.settimeout(0.5)
-                with contextlib.suppress(OSError, http.client.HTTPException):
-                    response.read()
-
-    def get(self, route: str) -> tuple[int, dict]:
-        """Status and JSON object; {} for anything else, because servers differ here."""
-        with self.request(route) as response, contextlib.suppress(ValueError):
-            body = json.loads(response.read())
-            return response.status, body if isinstance(body, dict) else {}
-        return response.status, {}
-
-    def is_idle(self) -> bool:
-        """Ready, nothing running, warm-up over."""
-        # A server without these routes is taken as idle; a dead one too: its requests will count.
-        with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
-            health, reply = self.get("/health")
-            if health == 503 and reply.get("status") != "failed":
-                return False
-            status = self.get("/v1/status")[1]
-            warming = (status.get("warmup") or {}).get("state") == "running"
-            return not (status.get("num_running") or status.get("num_waiting") or warming)
-        return True
-
-
-def read_events(response: http.client.HTTPResponse) -> Iterator[tuple[float, dict | None]]:
-    """(arrival in s, JSON) of each SSE event, None for [DONE]; a comment is no event."""
+def read_events(response: http.client.HTTPResponse) -> Iterator[tuple[float, Any]]:
+    """(arrival in s, JSON) of each server-sent event, None for [DONE]."""
     rest = b""
     # Not `for line in response`: http.client's readline takes a cut chunked body for its end.
     while data := response.read1(65536):
         arrival = time.perf_counter()  # before the parsing, which is not the server's time
         *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                text = line[5:].strip()
-                yield arrival, None if text == b"[DONE]" else json.loads(text)
-
-
-def has_text(event: dict) -> bool:
-    """Whether a token came: the chunk that announces the role, and empty ones, hold none."""
-    keys = ("content", "reasoning_content", "reasoning", "tool_calls")
-    deltas = [choice.get("delta") or {} for choice in event.get("choices") or []]
-    return any(delta.get(key) for delta in deltas for key in keys)
+        for text in [line[5:].strip() for line in lines if line.startswith(b"data:")]:
+            yield arrival, None if text == b"[DONE]" else json.loads(text)
 
 
 def time_stream(response: http.client.HTTPResponse, sent: float, timing: RequestTiming) -> None:
-    arrivals, end, finished, usage = [], sent, False, {}
+    """Reads a stream to its end; one that does not end well raises."""
+    arrivals, finished, usage = [], False, {}
     for end, event in read_events(response):
         if event is None:
             finished = True
@@ -2691,10 +2694,12 @@ def time_stream(response: http.client.HTTPResponse, sent: float, timing: Request
         if event.get("error") or event.get("object") == "error":
             raise BenchError(f"error event: {event}")
         usage = event.get("usage") or usage
-        # Some servers never send [DONE]; one of the two has to come.
-        finished |= any(choice.get("finish_reason") for choice in event.get("choices") or [])
-        if has_text(event):
-            arrivals.append(end)
+        for choice in event.get("choices") or []:
+            # Some servers never send [DONE]; one of the two has to come.
+            finished |= bool(choice.get("finish_reason"))
+            # The chunk that announces the role, and empty ones, are no first token.
+            if any((choice.get("delta") or {}).get(key) for key in TEXT_KEYS):
+                arrivals.append(end)
     if not finished or not arrivals:
         raise BenchError("empty answer: no text" if finished else "cut stream: no [DONE]")
     # The server counts its tokens: a chunk may hold several of them, or half a character.
@@ -2702,82 +2707,51 @@ def time_stream(response: http.client.HTTPResponse, sent: float, timing: Request
     timing.completion_tokens = usage.get("completion_tokens")
     timing.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     timing.ttft_ms, timing.e2e_latency_ms = 1e3 * (arrivals[0] - sent), 1e3 * (end - sent)
-    timing.itl_ms = [1e3 * (b - a) for a, b in zip(arrivals, arrivals[1:], strict=False)]
+    timing.itl_ms = [1e3 * (b - a) for a, b in pairwise(arrivals)]
     if (timing.completion_tokens or 0) > 1:
         timing.tpot_ms = 1e3 * (end - arrivals[0]) / (timing.completion_tokens - 1)
 
 
 def time_request(target: Target, body: bytes) -> RequestTiming:
-    """Never raises: a failure is a result."""
-    # The clock starts before the connection is opened: a server that accepts slowly keeps its
-    # client waiting too.
+    """Never raises: a failure is a result, too."""
+    # The clock starts before the connection: a server that accepts slowly keeps clients waiting.
     timing, sent = RequestTiming(), time.perf_counter()
     try:
         while True:
-            with target.request("/v1/chat/completions", body, REQUEST_TIMEOUT_S) as response:
+            with target.open("/v1/chat/completions", body, REQUEST_TIMEOUT_S) as response:
                 if response.status == 200:
                     time_stream(response, sent, timing)
+                    with contextlib.suppress(OSError, http.client.HTTPException):
+                        response.read()  # leaving now would look like a client that hung up
                     return timing
                 wait, detail = response.headers.get("Retry-After"), response.read(300)
-            if response.status not in (429, 503) or not wait or timing.retries == MAX_RETRIES:
+            if not wait or timing.retries == MAX_RETRIES:
                 raise BenchError(f"HTTP {response.status}: {detail.decode('utf-8', 'replace')}")
             timing.retries += 1
             time.sleep(min(int(wait), 30) if wait.isdigit() else 1)
-    except BenchError as error:
-        timing.error = error.args[0]
-    except (OSError, http.client.HTTPException, ValueError, TypeError, AttributeError) as error:
-        cut = isinstance(error, http.client.IncompleteRead)
-        timing.error = f"{'cut stream' if cut else type(error).__name__}: {error}"
+    except Exception as error:  # a server may send anything: JSON of another shape, half a chunk
+        kinds = {BenchError: "", http.client.IncompleteRead: "cut stream: "}
+        timing.error = kinds.get(type(error), f"{type(error).__name__}: ") + str(error)
     return timing
 
 
-def read_file(path: str, flag: str) -> str:
-    """Byte for byte: a newline lost at the end would make another prefix than the warm one."""
-    try:
-        return Path(path).read_bytes().decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise BenchError(f"{flag} {path}: {error}", 2) from None
-
-
-def load_prompts(names: str) -> dict[str, list]:
-    """Prompt set -> the conversations of its file, none for a built-in set."""
-    sets = {}
-    for name in names.split(","):
-        chats = sets[Path(name).name] = []
-        if name not in SENTENCES:
-            with contextlib.suppress(ValueError, TypeError):
-                chats += json.loads(read_file(name, "--prompts"))
-            if not chats or not all(isinstance(chat, list) and all(
-                    isinstance(message, dict) for message in chat) for chat in chats):
-                raise BenchError(f"--prompts {name}: expected a JSON list of message lists", 2)
-    return sets
-
-
-def make_text(name: str, seed: str) -> str:
-    """User text of the stated size; the same seed gives the same text."""
-    rng = random.Random(seed)
-    # Unique from its first characters on, because prefixes are compared from the left.
-    sentences = [f"{rng.getrandbits(32):08x}."]
-    for _ in range(SENTENCES[name]):
-        sentences.append(" ".join(rng.choices(WORDS.split(), k=10)).capitalize() + ".")
-    return " ".join([*sentences, "Tell a long story that uses all of these words."])
-
-
-def median(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return round(statistics.median(known), 2) if known else None
-
-
-def percentile(values: list[float], percent: int) -> float | None:
-    """Interpolated between neighbours; None where too few values make no tail."""
-    if len(values) < MIN_P95_SAMPLES:
+def percentile(values: list[float | None], percent: int) -> float | None:
+    """Interpolated between neighbours. Of less than five, a p95 would only be the maximum."""
+    known = sorted(value for value in values if value is not None)
+    if len(known) < (5 if percent > 50 else 1):
         return None
-    return round(statistics.quantiles(values, n=100, method="inclusive")[percent - 1], 2)
+    place = (len(known) - 1) * percent / 100
+    low, high = known[math.floor(place)], known[math.ceil(place)]
+    return round(low + (high - low) * (place % 1), 2)
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    return round(above / below, 2) if above and below else None
 
 
 @dataclass
 class Cell:
-    """The measured requests of one prompt set at one concurrency on one server."""
+    """What was measured of one prompt set at one concurrency on one server."""
 
     tag: str
     target: Target
@@ -2787,204 +2761,162 @@ class Cell:
     wall_s: float = 0.0  # of its rounds, which run one after the other
 
     def run_round(self, bodies: list[bytes]) -> None:
-        """One client thread per body; the barrier lets them all go at the same moment."""
-        barrier = threading.Barrier(len(bodies) + 1)
-
         def client(body: bytes) -> None:
-            barrier.wait()
             self.timings.append(time_request(self.target, body))
 
         # Daemons: after Ctrl-C nobody waits for the answers that are still on their way.
         threads = [threading.Thread(target=client, args=(b,), daemon=True) for b in bodies]
-        for thread in threads:
-            thread.start()
-        barrier.wait()
         started = time.perf_counter()
         try:
             for thread in threads:
+                thread.start()
+            for thread in threads:
                 thread.join()
-        finally:
+        finally:  # the answers that came before a Ctrl-C count, and so does their time
             self.wall_s += time.perf_counter() - started
 
-    def row(self) -> dict:
-        """Medians of the requests that worked. gen_tps: all completion tokens per second of
-        round time. prompt_tps: prompt tokens, cached ones too, per second of TTFT."""
+    def row(self) -> dict[str, Any]:
+        """By COLUMNS: medians of the requests that worked."""
         done = list(self.timings)  # after Ctrl-C, late answers may still be added to it
-        good = [timing for timing in done if timing.error is None]
-        keys = [*COUNTS, "ttft_ms", "tpot_ms", "e2e_latency_ms"]
-        of = {key: [getattr(timing, key) for timing in good] for key in keys}
-        medians = {key: median(values) for key, values in of.items()}
-        made = sum(count or 0 for count in of["completion_tokens"])
-        rates = [1e3 * t.prompt_tokens / t.ttft_ms for t in good if t.prompt_tokens]
-        return {
-            "tag": self.tag, "url": self.target.url, "model": self.target.model,
-            "prompt_set": self.prompt_set, "concurrency": self.concurrency,
-            "requests": len(done), "failed": len(done) - len(good), **medians,
-            **{key: round(medians[key]) for key in COUNTS if medians[key] is not None},
-            "ttft_p95_ms": percentile(of["ttft_ms"], 95),
-            "itl_p95_ms": percentile([gap for timing in good for gap in timing.itl_ms], 95),
-            "gen_tps": round(made / self.wall_s, 2) if made else None,
-            "prompt_tps": median(rates)}
+        good = [timing for timing in done if not timing.error]
+        each = {key: [getattr(t, key) for t in good] for key in RequestTiming.__annotations__}
+        middle = {key: percentile(values, 50) for key, values in each.items() if key in COLUMNS}
+        counts = [None if middle[key] is None else round(middle[key]) for key in COUNTS]
+        # No means: one request that met a busy machine would move them.
+        return dict(zip(COLUMNS, [
+            self.tag, self.target.url, self.target.model, self.prompt_set, self.concurrency,
+            len(done), len(done) - len(good), *counts,
+            middle["ttft_ms"], percentile(each["ttft_ms"], 95), middle["tpot_ms"],
+            percentile(sum(each["itl_ms"], []), 95), middle["e2e_latency_ms"],
+            # gen_tps is of all clients together. prompt_tps is of one, cached tokens included:
+            # what its user feels, not what is computed.
+            ratio(sum(filter(None, each["completion_tokens"])), self.wall_s),
+            percentile([ratio(1e3 * (t.prompt_tokens or 0), t.ttft_ms) for t in good], 50),
+        ], strict=True))
 
     def remarks(self) -> Iterator[str]:
         """What a row cannot say: kinds of failure, retries, a cache that contradicts the tag."""
         errors = [timing.error for timing in self.timings if timing.error]
-        for kind, count in Counter(error.split(":")[0] for error in errors).items():
-            example = next(error for error in errors if error.startswith(kind))
+        for kind, example in {error.partition(":")[0]: error for error in errors}.items():
+            count = sum(error.startswith(kind) for error in errors)
             yield f"failed: {count} x {' '.join(example.split())[:200]}"
         if retries := sum(timing.retries for timing in self.timings):
-            yield f"retries: {retries} after 503 or 429, their waiting included"
-        known = [t for t in self.timings if not t.error and t.cached_tokens is not None]
+            yield f"retries: {retries}, their waiting included"
+        known = [t for t in self.timings if t.cached_tokens is not None]
         # The few template tokens that all chats have in common are no hit.
-        hits = [t.cached_tokens for t in known
-                if t.cached_tokens > min(16, (t.prompt_tokens or 0) / 10)]
-        if self.tag.startswith("cold") and hits:
-            yield (f"warning: tag {self.tag}, but {len(hits)} of {len(known)} requests hit "
-                   f"(up to {max(hits)} tokens)")
-        if self.tag.startswith("warm") and len(hits) < len(known):
-            yield f"warning: tag {self.tag}, but only {len(hits)} of {len(known)} requests hit"
+        hits = sum(t.cached_tokens > min(16, (t.prompt_tokens or 0) / 10) for t in known)
+        for tag, contradiction in (("cold", hits), ("warm", hits < len(known))):
+            if self.tag.startswith(tag) and contradiction:
+                yield f"warning: tag {self.tag}, but {hits} of {len(known)} requests hit the cache"
 
 
-def write_csv(rows: list[dict], columns: list[str], file: TextIO) -> None:
-    writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-
-
-def fixed_labels(rows: list[dict]) -> list[str]:
-    """What is the same in every row need not stand in every row."""
-    return [label for label in LABELS[:3] if len({row.get(label) for row in rows}) == 1]
-
-
-def text_table(rows: list[dict], columns: list[str]) -> str:
-    fixed, stacks = fixed_labels(rows), []
-    for column in (column for column in columns if column not in fixed):
+def text_table(rows: list[dict], shared: dict[str, str]) -> str:
+    lines, stacks = [f"{label}: {value}" for label, value in shared.items() if value], []
+    for column in (column for column in rows[0] if column not in shared):
         # Headings are stacked word by word, because the numbers below them are narrow.
-        words = column.split("_")
-        cells = [""] * (3 - len(words)) + words
+        cells = ["", "", *column.split("_")][-3:]
         cells += ["-" if row[column] is None else str(row[column]) for row in rows]
-        align = str.ljust if column in (*LABELS, "bar") else str.rjust
-        stacks.append([align(cell, max(map(len, cells))) for cell in cells])
-    lines = [f"{label}: {rows[0][label]}" for label in fixed if rows[0].get(label)]
-    lines += ["  ".join(line).rstrip() for line in zip(*stacks, strict=True)]
-    return "\n".join(lines) + "\n"
+        stacks.append([cell.rjust(max(map(len, cells))) for cell in cells])
+    return "\n".join([*lines, *map("  ".join, zip(*stacks, strict=True))]) + "\n"
 
 
-def render(rows: list[dict], columns: list[str], form: str) -> str:
-    if form == "json":
-        return json.dumps([{column: row[column] for column in columns} for row in rows]) + "\n"
-    if form == "table" and rows:
-        return text_table(rows, columns)
-    file = io.StringIO()
-    write_csv(rows, columns, file)
-    return file.getvalue()
-
-
-def svg_chart(title: str, series: list[str], groups: list[tuple[str, list, str]]) -> str:
-    """Groups of (label, one value in ms per series, note)."""
-    peak = max([value for _, values, _ in groups for value in values if value], default=1.0)
-    # At most five grid lines, at round numbers.
-    power = 10.0 ** math.floor(math.log10(peak / 5))
-    step = next(power * n for n in (1, 2, 5, 10) if power * n * 5 >= peak)
-    ticks = math.ceil(peak / step)
-    # The bars lie, so that a label of any length has a line to itself and nothing overlaps.
-    left, scale = 34 + 7.5 * max(len(label) for label, _, _ in groups), 460 / (ticks * step)
-    top, height = 56 + 20 * len(series), 17 * len(series) + 14
-    bottom, width = top + height * len(groups), left + 640
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {bottom + 48}" '
-             f'width="{width:.0f}" font-family="sans-serif" font-size="12">']
-
-    def text(x: float, y: float, content: str, look: str = "") -> None:
-        parts.append(f'<text x="{x:.1f}" y="{y}" {look}>{html.escape(content)}</text>')
-
-    def box(x: float, y: float, wide: float, high: float, fill: str) -> None:
-        place = f'x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{high}"'
-        parts.append(f'<rect {place} fill="{fill}"/>')
-
-    box(0, 0, width, bottom + 48, "#fff")  # a ground of its own, for light and dark pages
-    text(24, 28, title, 'font-size="15" font-weight="bold"')
-    for n in range(ticks + 1):
-        box(left + n * step * scale, top - 4, 1, bottom - top + 4, "#ddd")
-        text(left + n * step * scale, bottom + 16, f"{n * step:,.6g}", 'text-anchor="middle"')
-    text(left + 230, bottom + 36, "median TTFT in ms, shorter is better", 'text-anchor="middle"')
-    for n, name in enumerate(series):
-        box(24, 42 + 20 * n, 12, 12, COLOURS[n])
-        text(42, 52 + 20 * n, name)
-    for y, (label, values, note) in zip(range(top + 4, bottom + 4, height), groups, strict=True):
-        text(left - 10, y + 8.5 * len(series) + 3, label, 'text-anchor="end"')
-        for n, value in enumerate(values):
-            box(left, y + 17 * n, (value or 0) * scale, 15, COLOURS[n])
-            figure = f"{value:,.{0 if value > 99 else 1}f} ms" if value else "no data"
-            figure += f" {note}" if n == len(values) - 1 else ""
-            text(left + (value or 0) * scale + 6, y + 17 * n + 12, figure, HALO)
+def svg_chart(rows: list[dict], shared: dict[str, str]) -> str:
+    """A bar for every TTFT. Each says its own figure, so that the chart needs no axis."""
+    columns = [column for column in rows[0] if column.endswith("ttft_ms")] if rows else []
+    scale = 480 / max([row[column] or 0 for row in rows for column in columns] + [1e-9])
+    # All lines are alike: (length of the bar, its colour, words). Most have one of the two.
+    lines = [(0, "none", ", ".join(["Median TTFT", *filter(None, shared.values())]))]
+    for row in rows:
+        labels = [row[key] for key in LABELS if key in row and key not in shared]
+        labels.append(f"concurrency {row['concurrency']}")
+        if row.get("speed_up"):
+            labels.append(f"{row['speed_up']:.2f}\u00d7 as fast")
+        lines += [(0, "none", ""), (0, "none", ", ".join(labels))]
+        for column, colour in zip(columns, COLOURS, strict=False):
+            figure = f"{row[column]:,.1f} ms" if row[column] else "no data"
+            name = column.removesuffix("ttft_ms").strip("_")
+            lines.append(((row[column] or 0) * scale, colour, f"{figure} {name}"))
+    height = 18 * len(lines) + 36
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" width="720" '
+             'font-family="sans-serif" font-size="13">',
+             '<rect width="100%" height="100%" fill="#fff"/>']  # for dark pages
+    for y, (length, colour, words) in zip(range(18, height, 18), lines, strict=False):
+        parts.append(f'<rect x="20" y="{y}" width="{length:.1f}" height="15" fill="{colour}"/>'
+                     f'<text x="{20 + length + 6 * bool(length):.1f}" y="{y + 12}">'
+                     f'{html.escape(words)}</text>')
     # ASCII is right whatever encoding a file or a pipe has.
     return "\n".join([*parts, "</svg>\n"]).encode("ascii", "xmlcharrefreplace").decode()
 
 
-def draw_chart(rows: list[dict], series: dict[str, str]) -> str:
-    """`series`: name -> column. Labels hold what differs between cells, the title the rest."""
-    fixed, groups = fixed_labels(rows), []
-    for row in rows:
-        label = [Path(row[key]).name if key == "model" else row[key]
-                 for key in LABELS[1:] if key not in fixed and key in row]
-        note = f"({row['speed_up']:.2f}\u00d7 as fast)" if row.get("speed_up") else ""
-        groups.append((", ".join([*label, f"concurrency {row['concurrency']}"]),
-                       [row[column] for column in series.values()], note))
-    title = [str(rows[0][key]) for key in fixed if rows[0].get(key)] if rows else ["nothing done"]
-    return svg_chart(", ".join(["TTFT", *title]), list(series), groups or [("", [], "")])
+def render(rows: list[dict], form: str) -> str:
+    """`rows` as table, csv, json or svg; they are of a run, or of a comparison of two."""
+    # What is the same in every row need not stand in every row of what people look at.
+    labels = [key for key in LABELS[:3] if rows and key in rows[0]]
+    shared = {key: rows[0][key] for key in labels if len({row[key] for row in rows}) == 1}
+    if form == "svg":
+        return svg_chart(rows, shared)
+    if form == "json":
+        return json.dumps(rows) + "\n"
+    if form == "table" and rows:
+        return text_table(rows, shared)
+    file = io.StringIO()
+    writer = csv.DictWriter(file, rows[0] if rows else COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
 
 
-def read_rows(path: str) -> list[dict]:
-    """A result file, CSV or JSON, with numbers as numbers and None for an empty cell."""
-    text = read_file(path, "--compare")
+def read_input(flag: str, path: str, parse: Callable[[str], Any]) -> Any:
+    """Byte for byte: a newline lost at the end would make another prefix than the warm one."""
     try:
-        rows = json.loads(text) if text[:1] == "[" else list(csv.DictReader(io.StringIO(text)))
-        if not rows:
-            raise ValueError("it has no rows")
-        for row in rows:
-            for column in COLUMNS[len(LABELS):]:
-                row[column] = float(row[column]) if row[column] not in ("", None) else None
-            row["concurrency"] = int(row["concurrency"])
-        return [{column: row[column] for column in COLUMNS} for row in rows]
-    except (ValueError, KeyError, TypeError, csv.Error) as error:
-        raise BenchError(f"--compare {path}: no result of bench-serve: {error!r}", 2) from None
+        return parse(Path(path).read_bytes().decode())
+    except (OSError, ValueError, LookupError, TypeError, csv.Error) as error:
+        raise BenchError(f"{flag} {path}: {type(error).__name__}: {error}") from None
 
 
-def compare_rows(cold: list[dict], warm: list[dict]) -> list[dict]:
-    """Cells that both have; best_speed_up is what the tokens left to prefill would give."""
-    # The url counts only where nothing else tells rows apart: the servers are often two.
-    keys = [*LABELS[2:], "concurrency"]
-    if any(len({tuple(r[k] for k in keys) for r in rows}) < len(rows) for rows in (cold, warm)):
-        keys.insert(0, "url")
-    partner = {tuple(row[k] for k in keys): row for row in warm}
-    pairs = [(row, partner.get(tuple(row[k] for k in keys))) for row in cold]
-    out = []
-    for c, w in [(c, w) for c, w in pairs if w]:
-        both = c["ttft_ms"] and w["ttft_ms"]
-        new = [(row["prompt_tokens"] or 0) - (row["cached_tokens"] or 0) for row in (c, w)]
-        out.append({key: c[key] for key in keys} | {
-            "cold_ttft_ms": c["ttft_ms"], "warm_ttft_ms": w["ttft_ms"],
-            "speed_up": round(c["ttft_ms"] / w["ttft_ms"], 2) if both else None,
-            "best_speed_up": round(new[0] / new[1], 2) if min(new) > 0 else None,
-            "cold_tpot_ms": c["tpot_ms"], "warm_tpot_ms": w["tpot_ms"]})
-    return out
+def parse_chats(text: str) -> list[Messages]:
+    chats = json.loads(text)
+    if not chats or not all(isinstance(message, dict) for chat in chats for message in chat):
+        raise ValueError("expected a JSON list of message lists")
+    return chats
 
 
-def compare(args: argparse.Namespace) -> str:
-    rows = compare_rows(*[read_rows(path) for path in args.compare])
+def parse_rows(text: str) -> list[dict]:
+    """The rows of an earlier run, with numbers as numbers and None for an empty cell."""
+    rows = json.loads(text) if text[:1] == "[" else [
+        {key: cell if key in LABELS else json.loads(cell or "null") for key, cell in row.items()}
+        for row in csv.DictReader(text.splitlines())]
     if not rows:
-        raise BenchError("--compare: no cell is in both files", 2)
-    columns = list(rows[0])
-    if args.format == "svg":
-        return draw_chart(rows, {"cold": "cold_ttft_ms", "warm": "warm_ttft_ms"})
-    if args.format != "table":
-        return render(rows, columns, args.format)
-    encoding = "utf-8" if args.output else sys.stdout.encoding or "ascii"
-    full, rest = "\u2588\u2591" if "\u2588\u2591".encode(encoding, "ignore") else "#."
-    for row in rows:
-        share = min(1.0, 1 / row["speed_up"]) if row["speed_up"] else 0
-        row["bar"] = (full * math.ceil(24 * share)).ljust(24, rest) if share else None
-    return text_table(rows, [*columns, "bar"]) + f"bar: {full} warm TTFT, {full}{rest} cold TTFT\n"
+        raise ValueError("it has no rows")
+    return [{column: row[column] for column in COLUMNS} for row in rows]
+
+
+def compare(args: argparse.Namespace) -> list[dict]:
+    """A row for every cell that both files have."""
+    cold, warm = [read_input("--compare", path, parse_rows) for path in args.compare]
+    # The url counts only where a file has several: cold and warm are often two servers.
+    several = any(len({row["url"] for row in rows}) > 1 for rows in (cold, warm))
+    keys = [*LABELS[1 if several else 2:], "concurrency"]
+    partners = {tuple(row[key] for key in keys): row for row in warm}
+    rows = [{**{key: c[key] for key in keys},
+             "cold_ttft_ms": c["ttft_ms"], "warm_ttft_ms": w["ttft_ms"],
+             "speed_up": ratio(c["ttft_ms"], w["ttft_ms"]),
+             "cold_tpot_ms": c["tpot_ms"], "warm_tpot_ms": w["tpot_ms"]}
+            for c in cold if (w := partners.get(tuple(c[key] for key in keys)))]
+    if not rows:
+        raise BenchError("--compare: no cell is in both files")
+    for row in rows if args.format == "table" else []:
+        length = math.ceil(24 / max(1, row["speed_up"] or math.inf))
+        row["warm_of_cold"] = ("#" * length).ljust(24, ".")  # a bar to look at
+    return rows
+
+
+def make_text(name: str, seed: str) -> str:
+    """User text of the stated size; the same seed gives the same text."""
+    rng = random.Random(seed)
+    words = " ".join(rng.choices(WORDS.split(), k=NUM_WORDS[name]))
+    # Unique from its first characters on, because prefixes are compared from the left.
+    return f"{rng.getrandbits(32):08x} {words}. Tell a long story that uses all of these words."
 
 
 class Bench:
@@ -2992,79 +2924,67 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         if min(args.repetitions, args.max_tokens, *args.concurrency) < 1 or args.warmup < 0:
-            raise BenchError("--concurrency, --repetitions, --max-tokens must be 1 or more", 2)
-        self.args = args
-        self.prompts = load_prompts(args.prompts)
-        path = args.system_prompt_file
-        self.system = read_file(path, "--system-prompt-file") if path is not None else None
+            raise BenchError("--concurrency, --repetitions, --max-tokens must be 1 or more")
+        self.args, self.cells, self.system = args, [], None
+        self.chats = {name: [] if name in NUM_WORDS else read_input("--prompts", name, parse_chats)
+                      for name in args.prompts.split(",")}
+        if args.system_prompt_file:
+            self.system = read_input("--system-prompt-file", args.system_prompt_file, str)
         key = args.api_key or os.environ.get("WARMSERVE_API_KEY")
         self.targets = [Target(url, key) for url in args.url or [DEFAULT_URL]]
-        self.cells: list[Cell] = []
         # The same command run again must not find its own texts in the server's cache.
         self.salt = f"{args.tag} {time.time_ns()}"
-        self.bar = None  # tqdm's, on a terminal
 
-    def run(self) -> tuple[str, int]:
-        """The result as text, and the exit code; Ctrl-C keeps what was measured until then."""
-        args, code = self.args, 0
+    def run(self) -> tuple[list[dict], int]:
+        """The rows and the exit code. Ctrl-C keeps what was measured until then."""
+        code = 0
         try:
-            self.find_models()
-            self.start_bar()
-            for name in self.prompts:
-                if self.system is None and not args.skip_preflight_token_count:
-                    self.preflight(name)
-                for concurrency in args.concurrency:
+            for target in self.targets:
+                target.find_model(self.args.model)
+            for name in self.chats:
+                self.preflight(name)
+                for concurrency in self.args.concurrency:
                     self.measure(name, concurrency)
         except KeyboardInterrupt:
             code = 130
-        if self.bar is not None:
-            self.bar.close()
         rows = [cell.row() for cell in self.cells if cell.timings]
         for url in dict.fromkeys(row["url"] for row in rows if row["prompt_tokens"]):
             if all(row["cached_tokens"] is None for row in rows if row["url"] == url):
-                print(f"note: {url} does not report cached_tokens", file=sys.stderr)
-        text = (draw_chart(rows, {args.tag or "this run": "ttft_ms"}) if args.format == "svg"
-                else render(rows, COLUMNS, args.format))
-        return text, code or int(any(row["failed"] for row in rows))
-
-    def find_models(self) -> None:
-        for target in self.targets:
-            self.wait_idle(target)
-            try:
-                status, reply = target.get("/v1/models")
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                raise BenchError(f"cannot reach {target.url}: {error}", 1) from None
-            target.model = self.args.model or ""
-            with contextlib.suppress(LookupError, TypeError):
-                # mlx_lm.server lists every download it finds, and the model it serves last.
-                target.model = target.model or reply["data"][-1]["id"]
-            if not target.model:
-                raise BenchError(f"{target.url} lists no model (HTTP {status}): use --model", 1)
-
-    def start_bar(self) -> None:
-        with contextlib.suppress(ImportError):
-            if sys.stderr.isatty():
-                from tqdm import tqdm
-                rounds = len(self.targets) * (self.args.repetitions + self.args.warmup)
-                self.bar = tqdm(total=rounds * len(self.prompts) * len(self.args.concurrency))
-
-    def wait_idle(self, target: Target) -> None:
-        give_up = time.monotonic() + IDLE_WAIT_S
-        while not target.is_idle():
-            if time.monotonic() > give_up:
-                return self.say(f"warning: {target.url} stays busy and is measured as it is")
-            time.sleep(0.05)
+                say(f"note: {url} does not report cached_tokens")
+        return rows, code or int(any(row["failed"] for row in rows))
 
     def preflight(self, name: str) -> None:
         """Tells the size of the prompts before the wait; fills the cache with what it sends."""
-        for target in self.targets:
-            timing = time_request(target, self.body(target, name, max_tokens=1))
-            self.say(f"{name}: {timing.error or f'{timing.prompt_tokens} prompt tokens'}")
+        if self.system is None and not self.args.skip_preflight_token_count:
+            for target in self.targets:
+                timing = time_request(target, self.body(target, name, max_tokens=1))
+                say(f"{name}: {timing.error or f'{timing.prompt_tokens} prompt tokens'}")
+
+    def measure(self, name: str, concurrency: int) -> None:
+        args = self.args
+        cells = [Cell(args.tag, target, Path(name).name, concurrency) for target in self.targets]
+        self.cells += cells
+        for cell in cells:
+            cell.target.wait_idle()
+        # Servers take turns round by round, so that a machine that slows down (heat, a neighbour)
+        # slows all of them down.
+        for number in range(-args.warmup, args.repetitions):
+            for cell in cells:
+                say(f"{name} x {concurrency}: round {number + 1} of {args.repetitions}", True)
+                settle = number < 0  # rounds before number 0 do not count
+                bodies = [self.body(cell.target, name, args.max_tokens, settle)
+                          for _ in range(concurrency)]
+                (replace(cell, timings=[]) if settle else cell).run_round(bodies)
+        for cell in cells:
+            say("{prompt_set} x {concurrency} {url}: TTFT {ttft_ms} ms, TPOT {tpot_ms} ms, "
+                "cached {cached_tokens} of {prompt_tokens} tokens".format(**cell.row()))
+            for remark in cell.remarks():
+                say(f"  {remark}")
 
     def body(self, target: Target, name: str, max_tokens: int, settle: bool = False) -> bytes:
         seed = f"{self.salt} {self.targets.index(target)} {target.num_sent}"
         # Conversations of a file are sent as they are, in turn: more requests repeat, and hit.
-        chats = self.prompts[name] or [[{"role": "user", "content": make_text(name, seed)}]]
+        chats = self.chats[name] or [[{"role": "user", "content": make_text(name, seed)}]]
         messages = chats[target.num_sent % len(chats)]
         target.num_sent += 1
         if self.system is not None:
@@ -3076,47 +2996,27 @@ class Bench:
                            "temperature": 0, "stream": True,
                            "stream_options": {"include_usage": True}}).encode()
 
-    def measure(self, name: str, concurrency: int) -> None:
-        cells = [Cell(self.args.tag, target, name, concurrency) for target in self.targets]
-        self.cells += cells
-        for cell in cells:
-            self.wait_idle(cell.target)
-        for number in range(-self.args.warmup, self.args.repetitions):
-            settle = number < 0  # rounds before number 0 do not count
-            for cell in cells:
-                bodies = [self.body(cell.target, name, self.args.max_tokens, settle)
-                          for _ in range(concurrency)]
-                (replace(cell, timings=[]) if settle else cell).run_round(bodies)
-                if self.bar is not None:
-                    self.bar.update()
-        for cell in cells:
-            self.say("{prompt_set} x {concurrency} {url}: TTFT {ttft_ms} ms, TPOT {tpot_ms} ms, "
-                     "cached {cached_tokens} of {prompt_tokens} tokens".format(**cell.row()))
-            for remark in cell.remarks():
-                self.say(f"  {remark}")
-
-    def say(self, text: str) -> None:
-        if self.bar is not None:
-            self.bar.write(text, file=sys.stderr)
-        else:
-            print(text, file=sys.stderr, flush=True)
-
 
 def bench_serve(args: argparse.Namespace) -> int:
     """Exit code: 0; 1 for a failed request or server; 2 for the user's input; 130 for Ctrl-C."""
+    code = 2
     try:
         if args.output:
             open(args.output, "a").close()  # a path that cannot be written is no news for the end
-        text, code = (compare(args), 0) if args.compare else Bench(args).run()
+        if args.compare:
+            rows, code = compare(args), 0
+        else:
+            bench = Bench(args)
+            code = 1  # from here on it is the server that fails
+            rows, code = bench.run()
+        text = render(rows, args.format)
         if args.output:
             Path(args.output).write_text(text, encoding="utf-8", newline="")
         else:
             print(text, end="", flush=True)
-        return code
-    except (BenchError, OSError) as error:
-        message, code = error.args if isinstance(error, BenchError) else (error, 2)
-        print(f"bench-serve: {message}", file=sys.stderr)
-        return code
+    except (BenchError, OSError) as error:  # no traceback for a mistake or a dead server
+        print(f"bench-serve: {error}", file=sys.stderr)
+    return code
 
 
 def int_list(text: str) -> list[int]:
