@@ -535,12 +535,9 @@ class OutputText:
         if end:
             self.markers, held, channel = self.machine.flush(self.markers)
             pieces.append((channel, held))
-        kept = []
-        for channel, piece in pieces:
-            if piece or channel != self.channel:
-                kept.append((channel, piece))
-            self.channel = channel
-        return kept
+        steps = pairwise([(self.channel, ""), *pieces])
+        self.channel = pieces[-1][0]
+        return [piece for before, piece in steps if piece[1] or piece[0] != before[0]]
 
 
 # ==== 3. prefix cache =============================================================================
@@ -728,13 +725,7 @@ def embedded_model() -> str | None:
     return next(map(str, files), None)
 
 
-GGUF_NAMES = {  # GGUF's names for the parts of a llama, and mlx_lm's
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-    "blk": "model.layers", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj"}
-GGUF_CONFIG = {
+GGUF_CONFIG = {  # what mlx_lm's llama calls it, and what GGUF does
     "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
     "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv", "vocab_size": "vocab_size",
@@ -766,14 +757,14 @@ def gguf_tokenizer(meta: dict[str, Any]) -> Any:
 def load_gguf(path: str) -> tuple[Any, Any, dict[str, Any]]:
     """A SmolLM2 GGUF file as (model, tokenizer, config), as mlx_lm.load gives them, lazily."""
     import mlx.nn as nn
+    from mlx.utils import tree_flatten
+    from mlx_lm.gguf import translate_weight_names
     from mlx_lm.models.llama import Model, ModelArgs
 
     tensors, meta = mx.load(path, return_metadata=True)
     meta = {k: v.item() if isinstance(v, mx.array) and not v.ndim else v for k, v in meta.items()}
     if meta.get("tokenizer.ggml.pre") != "smollm":
         raise ValueError("of all GGUF files, only SmolLM2's are supported")
-    weights = {".".join(GGUF_NAMES.get(part, part) for part in name.split(".")): tensor
-               for name, tensor in tensors.items()}
     config = {name: meta[f"llama.{key}"] for name, key in GGUF_CONFIG.items()}
     config |= {"model_type": "llama", "tie_word_embeddings": "output.weight" not in tensors,
                "rope_traditional": True}  # llama.cpp interleaves the rows of q and k
@@ -781,12 +772,14 @@ def load_gguf(path: str) -> tuple[Any, Any, dict[str, Any]]:
 
     def packing(name: str, module: Any) -> dict[str, int] | bool:
         """32 weights share a scale; as many 32-bit words as they fill, so many bits they have."""
-        if (scales := weights.get(f"{name}.scales")) is None:
+        name = translate_weight_names(name)
+        if (scales := tensors.get(f"{name}.scales")) is None:
             return False
-        return {"group_size": 32, "bits": weights[f"{name}.weight"].shape[-1] // scales.shape[-1]}
+        return {"group_size": 32, "bits": tensors[f"{name}.weight"].shape[-1] // scales.shape[-1]}
 
     nn.quantize(model, class_predicate=packing)
-    model.load_weights(list(weights.items()))
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    model.load_weights([(name, tensors[translate_weight_names(name)]) for name in names])
     return model, gguf_tokenizer(meta), config
 
 
