@@ -332,7 +332,7 @@ class ChatTokenizer:
 
         self.tokenizer, self.default_kwargs, self.context = tokenizer, default_kwargs, context
         self.markers = make_text_state_machine(tokenizer)  # of reasoning and tool calls
-        self.memo: dict[str, Any] = {}  # remember()
+        self.memo: dict[str, Any] = {}  # what remember() remembers
         self.lock = threading.Lock()
         vocab, template = tokenizer.get_vocab(), str(tokenizer.chat_template)
         self.longest = max(map(len, vocab))  # characters in a token
@@ -340,6 +340,8 @@ class ChatTokenizer:
         spelling = {} if "\u2581" in vocab else bytes_to_unicode()
         self.alphabet = {char: byte for byte, char in spelling.items()}
 
+        # Of 183 templates of real models 81 drop a developer message without a word and 32 raise;
+        # 50 raise on arguments in a string, 31 quote it twice, and some can only join a string.
         self.prints_date = "strftime_now" in template
         self.knows_developer = "developer" in template
         system, user, reply = turn("system"), turn("user"), turn("assistant")
@@ -401,6 +403,7 @@ class ChatTokenizer:
         if not self.tokenizer.has_chat_template:
             raise BadRequest("this model has no chat template", "messages")
         options = {**self.default_kwargs, **kwargs, "tokenize": False}
+        # Tokenizing is a step of its own: a template prints its BOS, encode() must not add another.
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, **options)
@@ -422,6 +425,7 @@ class ChatTokenizer:
         Cut in token space: the common *text* of the renderings, encoded on its own, would end in
         tokens that become others as soon as a user's text follows.
         """
+        # Never without a user's message: one template in ten refuses that, or loses the system's.
         encodings = []
         for probe in PROBES:
             try:
@@ -518,7 +522,7 @@ class OutputText:
 
     def finish(self) -> list[tuple[str, str]]:
         """What was held back and is plain text after all."""
-        text = ""
+        text = ""  # behind a stop string there is none
         if not self.stopped:
             self.detokenizer.finalize()
             # Half a character, where max_tokens has cut the completion, is no text.
@@ -768,6 +772,7 @@ def load_gguf(path: str) -> tuple[Any, Any, dict[str, Any]]:
     config = {name: meta[f"llama.{key}"] for name, key in GGUF_CONFIG.items()}
     config |= {"model_type": "llama", "tie_word_embeddings": "output.weight" not in tensors,
                "rope_traditional": True}  # llama.cpp interleaves the rows of q and k
+    # mlx reads GGUF's blocks as they are: nothing is quantized a second time.
     model = Model(ModelArgs.from_dict(config))
 
     def packing(name: str, module: Any) -> dict[str, int] | bool:
@@ -1510,7 +1515,7 @@ class Warmer:
 
     async def run(self, engine: Engine) -> None:
         while self.prompts:
-            day = date.today()
+            day = date.today()  # before: midnight may come while it warms up
             await self.warm_all(engine)
             self.booted = True
             while day == date.today() or not engine.chat.prints_date:
@@ -1536,6 +1541,7 @@ class Warmer:
         """Warm every entry, a few at a time, and log what became of them. What is still in the
         cache costs nothing."""
         begin, self.state = time.monotonic(), "running"
+        # All are cut before the first is computed, so that it stops where others will branch off.
         for prompt in self.prompts:
             engine.cache.pin(pack_ids(prompt.ids), pinned=False)  # it may be yesterday's
             prompt.status, prompt.reason = "pending", None
@@ -1559,6 +1565,8 @@ class Warmer:
     async def prefill(self, engine: Engine, prompt: WarmPrompt, gate: asyncio.Semaphore) -> None:
         """Store one entry, pinned."""
         seq = Sequence(prompt.ids, SamplingParams(), sorted(prompt.boundaries), pinned=True)
+        # A completion of one token would leave that token in the caches: recurrent states cannot
+        # take it back, and the entry would never match. So nothing is sampled.
         async with gate:
             engine.submit(seq)
             done = await asyncio.to_thread(seq.events.get)
