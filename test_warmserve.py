@@ -32,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import Pipe
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
@@ -1011,12 +1012,13 @@ needs_launch = pytest.mark.skipif(not LAUNCH.exists(), reason="mlx.launch is not
 
 
 def two_ranks() -> list[str]:
-    """The beginning of a command line, with two ports for mlx's ring that nobody uses."""
+    """The beginning of a command line, with two ports for mlx's ring that nobody uses: below those
+    that outgoing connections get."""
     while True:
-        with suppress(OSError), socket.create_server(("127.0.0.1", 0)) as one:
-            port = one.getsockname()[1]
-            with socket.create_server(("127.0.0.1", port + 1)):
-                return [str(LAUNCH), "-n", "2", "--backend", "ring", "-p", str(port), "--"]
+        port = random.randrange(20_000, 32_000)
+        with (suppress(OSError), socket.create_server(("127.0.0.1", port)),
+              socket.create_server(("127.0.0.1", port + 1))):
+            return [str(LAUNCH), "-n", "2", "--backend", "ring", "-p", str(port), "--"]
 
 
 def is_running(path: Path) -> bool:
@@ -1030,7 +1032,7 @@ def is_running(path: Path) -> bool:
 
 def client_of(port: int) -> Client:
     client = Client(SimpleNamespace(server_address=("127.0.0.1", port)))
-    until(lambda: client.request("GET", "/health")[0] == 200)
+    until(lambda: client.request("GET", "/health")[0] == 200, 90)
     return client
 
 
@@ -1095,13 +1097,12 @@ def test_a_rank_that_hangs_in_a_step_is_noticed(monkeypatch):
     monkeypatch.setenv("MLX_RANK", "0")
     monkeypatch.setattr(ws, "HANG_SECONDS", 0.05)
     ranks, lost = ws.Ranks(pipeline=False), SimpleQueue()
-    ranks.lost, (here, there) = lost.put, socket.socketpair()
+    ranks.lost, (here, there) = lost.put, Pipe()
     ranks.peers = [here]
-    here.settimeout(ws.HANG_SECONDS)
     with here, there:
         ranks.share([])
-        there.sendall(b".")  # idle: silence means nothing
-        ranks.start(ranks.watch, 1, here)
+        there.send(None)  # that step is done, and silence after it means nothing
+        threading.Thread(target=ranks.watch, args=[1, here], daemon=True).start()
         with pytest.raises(Empty):
             lost.get(timeout=0.3)
         ranks.share([])
@@ -1961,7 +1962,7 @@ def test_before_it_is_ready_the_server_says_so_and_to_come_back(model_path):
             assert client.status()["status"] == "loading"
             assert client.request("GET", "/v1/models")[2]["data"][0]["id"] == "tiny"
             gate.set()
-            until(lambda: client.request("GET", "/health")[0] == 200)
+            until(lambda: client.request("GET", "/health")[0] == 200, 90)
             engine.warmer.booted = False  # the warm-up still runs
             assert client.request("GET", "/health")[2] == {"status": "warming"}
             assert content(client.chat(user("hi")))

@@ -80,7 +80,6 @@ import json
 import logging
 import math
 import os
-import pickle
 import random
 import re
 import select
@@ -88,7 +87,6 @@ import signal
 import socket
 import socketserver
 import stat
-import struct
 import sys
 import threading
 import time
@@ -815,9 +813,9 @@ def load_gguf(path: str) -> tuple[Any, Any, dict[str, Any]]:
 # A model too large for one device is computed by several processes, the ranks of one mlx.launch,
 # each with its shard of the weights and of every KV cache. All run the same engine: it decides by
 # its commands alone, so the same commands in the same steps lead to the same forward passes, and
-# those meet inside mlx.
+# those meet inside mlx. Nothing in a step may depend on the time or on what only one rank knows.
 
-HANG_SECONDS = 60.0  # without a sign of life during a step: longer than any chunk should take
+HANG_SECONDS = 60.0  # without a sign of life in a step, which is longer than any chunk should take
 
 
 class OneRank:
@@ -826,7 +824,7 @@ class OneRank:
     rank = 0
 
     def join(self, lost: Callable[[str], None]) -> None:
-        """Engine thread, before the model is loaded. lost is called when another rank is gone."""
+        """Meet the others, before the model is loaded. lost is called when one of them is gone."""
 
     def shard(self, model: Any, config: dict[str, Any]) -> None:
         """Keep only this rank's part of a model whose weights are not in memory yet."""
@@ -836,67 +834,57 @@ class OneRank:
         return commands
 
     def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers: what it may decide about is decided alike."""
+        """The largest of all ranks' numbers: what it decides is then decided alike."""
         return number
 
     def leave(self, error: str | None) -> None:
-        """Engine thread, at its end."""
+        """The engine has ended."""
 
 
 class Ranks(OneRank):
-    """The processes of one mlx.launch. Rank 0 serves HTTP and leads.
+    """The processes of one mlx.launch. Rank 0 serves HTTP and leads. Engine thread.
 
     Commands travel through sockets and not through mlx's collective operations: with those, idle
     GPUs would spin, and the death of a rank would leave the others waiting. A socket closes with
-    its process. Back comes a dot for every finished step, and what went wrong, if something did.
+    its process. Back comes None for every finished step, and what went wrong, if something did.
     """
 
     def __init__(self, pipeline: bool) -> None:
         self.rank, self.pipeline = int(os.environ["MLX_RANK"]), pipeline
-        self.peers: list[socket.socket] = []  # of rank 0: all others; of these: rank 0
-        self.steps: SimpleQueue[bytes] = SimpleQueue()  # what rank 0 has sent; b"": it is gone
-        self.num_shared, self.shared_at = 0, 0.0  # steps, and when the last one was
+        self.peers: list[Any] = []  # multiprocessing's connections; of rank 0 to all others
+        self.steps: SimpleQueue[Any] = SimpleQueue()  # rank 0's commands; None: it is gone
+        self.num_shared, self.shared_at = 0, 0.0  # steps, and when the last one began
         self.ended = threading.Event()
 
     def join(self, lost: Callable[[str], None]) -> None:
+        from multiprocessing import AuthenticationError
+        from multiprocessing.connection import Client, Listener
+
         from mlx_lm.generate import generation_stream
 
         self.stream = generation_stream  # all ranks have to meet in the same order: one stream
-        self.group, self.lost = mx.distributed.init(strict=True), lost
-        if self.rank == 0:
-            with socket.create_server(("", 0)) as listener:
-                listener.settimeout(HANG_SECONDS)
-                password = self.tell(listener.getsockname()[1], random.SystemRandom())[1]
-                for number in range(1, self.group.size()):
-                    self.peers.append(self.accept(listener, password))
-                    self.start(self.watch, number, self.peers[-1])
-        else:
-            port, password = self.tell(0, None)
-            self.peers = [socket.create_connection((self.leader(), port), HANG_SECONDS)]
-            self.peers[0].settimeout(None)
-            self.peers[0].sendall(password)
-            self.start(self.listen)
+        self.group, self.lost, key = mx.distributed.init(strict=True), lost, os.urandom(16)
+        size = self.group.size()
+        if self.rank:
+            port, key = self.tell(0, bytes(16))
+            self.peers = [Client((self.leader(), port), authkey=key)]
+            self.peers[0].send(self.rank)
+            threading.Thread(target=self.listen, daemon=True).start()
+            return
+        with Listener(("", 0), backlog=size, authkey=key) as listener:
+            self.tell(listener.address[1], key)
+            while len(self.peers) < size - 1:
+                with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a stranger
+                    self.peers.append(listener.accept())
         for peer in self.peers:
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=self.watch, args=[peer.recv(), peer], daemon=True).start()
 
-    def start(self, target: Callable[..., None], *args: Any) -> None:
-        threading.Thread(target=target, args=args, daemon=True).start()
-
-    def tell(self, port: int, source: random.Random | None) -> tuple[int, bytes]:
-        """Rank 0's port, and a password of its choice, by the one means that all ranks share."""
-        numbers = [port, *(source.getrandbits(24) if source else 0 for _ in range(4))]
+    def tell(self, port: int, key: bytes) -> tuple[int, bytes]:
+        """Rank 0's port and key, by the one means that all ranks share: the others add zeros."""
         with mx.stream(self.stream):
-            total = mx.distributed.all_sum(mx.array(numbers, mx.int32), group=self.group)
-            port, *secret = total.tolist()
-        return port, struct.pack("!4I", *secret)
-
-    def accept(self, listener: socket.socket, password: bytes) -> socket.socket:
-        while True:
-            peer, _ = listener.accept()
-            peer.settimeout(HANG_SECONDS)
-            if hmac.compare_digest(peer.makefile("rb").read(len(password)), password):
-                return peer
-            peer.close()  # a stranger
+            numbers = mx.distributed.all_sum(mx.array([port, *key], mx.int32), group=self.group)
+            port, *key = numbers.tolist()
+        return port, bytes(key)
 
     def leader(self) -> str:
         """Rank 0's address, as the launcher has noted it down for mlx's own connections."""
@@ -905,57 +893,55 @@ class Ranks(OneRank):
         address = os.environ.get("NCCL_HOST_IP") or os.environ.get("MLX_JACCL_COORDINATOR", "")
         return address.partition(":")[0]
 
-    def largest(self, number: int) -> int:
-        with mx.stream(self.stream):
-            return mx.distributed.all_max(mx.array(number, mx.int64), group=self.group).item()
-
     def shard(self, model: Any, config: dict[str, Any]) -> None:
-        part, method = (getattr(model, "model", None), "pipeline") if self.pipeline else (
-            model, "shard")
+        method = "pipeline" if self.pipeline else "shard"
+        part = getattr(model, "model", None) if self.pipeline else model
+        heads, size = config.get("num_key_value_heads") or 0, self.group.size()
         if not hasattr(part, method):
             raise ValueError(f"mlx_lm has no {method}() for models of type {config['model_type']}")
-        heads, size = config.get("num_key_value_heads") or 0, self.group.size()
         if not self.pipeline and heads % size:
             raise ValueError(f"{heads} key-value heads cannot be split over {size} ranks")
         getattr(part, method)(self.group)
 
     def share(self, commands: list[Any]) -> list[Any]:
         if self.rank == 0:
-            data = pickle.dumps(commands)
             self.num_shared, self.shared_at = self.num_shared + 1, time.monotonic()
             for peer in self.peers:
-                peer.sendall(struct.pack("!I", len(data)) + data)
+                peer.send(commands)
             return commands
         if self.num_shared:
-            self.peers[0].sendall(b".")
+            self.peers[0].send(None)  # the last step is done
         self.num_shared += 1
-        if data := self.steps.get():
-            return pickle.loads(data)  # rank 0 is no stranger
-        raise RuntimeError("rank 0 is gone")
+        commands = self.steps.get()
+        if commands is None:
+            raise RuntimeError("rank 0 is gone")
+        return commands
+
+    def largest(self, number: int) -> int:
+        with mx.stream(self.stream):
+            return mx.distributed.all_max(mx.array(number, mx.int64), group=self.group).item()
 
     def listen(self) -> None:
         """A thread of the other ranks: rank 0's commands, until its socket closes."""
-        with contextlib.suppress(OSError), self.peers[0].makefile("rb") as file:
-            while head := file.read(4):
-                self.steps.put(file.read(struct.unpack("!I", head)[0]))
-        self.steps.put(b"")
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self.steps.put(self.peers[0].recv())
+        self.steps.put(None)
         self.miss("rank 0 is gone")
 
-    def watch(self, number: int, peer: socket.socket) -> None:
+    def watch(self, number: int, peer: Any) -> None:
         """A thread of rank 0 for every other rank: it may die, or hang in a step."""
-        num_done, error = 0, b""
-        while not error:
-            try:
-                news = peer.recv(4096) or b"it is gone"
-            except TimeoutError:
-                busy = num_done < self.num_shared
-                hangs = busy and time.monotonic() - self.shared_at > HANG_SECONDS
-                news = b"it hangs" if hangs else b""
-            except OSError:
-                news = b"it is gone"
-            num_done += news.count(b".")
-            error = news.strip(b".")
-        self.miss(f"rank {number}: {error.decode(errors='replace')}")
+        num_done, error = 0, None
+        while error is None:
+            if peer.poll(HANG_SECONDS):
+                try:
+                    error = peer.recv()
+                    num_done += 1
+                except (EOFError, OSError):
+                    error = "it is gone"
+            elif num_done < self.num_shared and time.monotonic() - self.shared_at > HANG_SECONDS:
+                error = "it hangs"
+        self.miss(f"rank {number}: {error}")
 
     def miss(self, error: str) -> None:
         """Another rank has ended. If this one does not end too, it waits for it inside mlx."""
@@ -964,12 +950,9 @@ class Ranks(OneRank):
 
     def leave(self, error: str | None) -> None:
         self.ended.set()
-        for peer in self.peers:
+        if error and self.rank and self.peers:
             with contextlib.suppress(OSError):
-                if error and self.rank:
-                    peer.sendall(error.encode())
-                peer.shutdown(socket.SHUT_RDWR)
-                peer.close()
+                self.peers[0].send(error)
 
 
 class SoloGenerator:
@@ -3143,6 +3126,12 @@ def wind_down(server: Server, outbox: socket.socket) -> None:
     outbox.send(b"D")
 
 
+def end_with_launcher() -> None:
+    """mlx.launch holds the other end of our standard input, and takes nobody along if killed."""
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def run(server: Server) -> int:
     """Serve until there is a signal or the engine ends. Returns the exit code.
 
@@ -3185,12 +3174,6 @@ def follow(engine: Engine) -> int:
     engine.start()
     ended.wait()
     return 1 if engine.error else 0
-
-
-def end_with_launcher() -> None:
-    """mlx.launch holds the other end of our standard input, and takes nobody along if killed."""
-    sys.stdin.buffer.read()
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def serve(args: argparse.Namespace) -> int:
