@@ -25,7 +25,7 @@ One file, to be copied, and to be read from here to the end: nothing uses a name
     1  vocabulary    what travels between threads
     2  tokens        messages -> text -> token ids, and where a prefix ends        any thread
     3  prefix cache  token ids -> stored KV caches                                 engine thread
-    4  engine        model runner, continuous batching, one step after the other   engine thread
+    4  engine        ranks, model runner, continuous batching step by step         engine thread
     5  warm-up       the warm prompts file becomes cache entries                   engine thread
     6  wire format   every JSON key of the HTTP API                                HTTP threads
     7  http          routes, limits, who may ask for what                          HTTP threads
@@ -53,10 +53,13 @@ Words, each used in one meaning only:
     decode       the passes after it: one token a row, bound by memory bandwidth, so rows share them
     row          a sequence's place in the decode batch
     step         one turn of the engine loop: some prefill, then one decode pass
+    chunk        the part of a prompt that one prefill pass computes
     prefix       the first tokens of a prompt; a strict prefix leaves at least one token
     entry        a prefix and its KV caches, stored; pinned: never evicted
     boundary     a prompt length at which an entry is worth storing
     warm, cold   the prefix cache holds, or lacks, the beginning of the prompt
+    follower     a waiting sequence whose next tokens another one is computing
+    rank         one of several processes that compute a model together
     TTFT         time to first token: request sent -> first piece of text received
     TPOT, ITL    time per output token after the first; gap between two pieces of text
 """
@@ -564,6 +567,12 @@ class OutputText:
 
 
 # ==== 3. prefix cache =============================================================================
+# In a causal model a token's keys and values depend on the tokens before it and on nothing else. So
+# the KV caches of a prompt's first n tokens are right for every prompt that begins with those n,
+# and to store them saves their prefill. vLLM (automatic prefix caching) and SGLang (RadixAttention,
+# arXiv 2312.07104) keep them in blocks, which many prompts share. Here an entry is whole: a
+# recurrent layer keeps no history that could be cut into blocks, only its state after n tokens.
+#
 # The engine thread fetches and stores; other threads may look at the counters and the entries.
 
 
@@ -574,7 +583,7 @@ def pack_ids(ids: list[int]) -> bytes:
 
 def common_prefix(a: bytes, b: bytes) -> int:
     """How many leading tokens two packed prompts share, by bisection."""
-    low, high = 0, min(len(a), len(b)) // 4
+    low, high = 0, min(len(a), len(b)) // 4  # tokens that agree for sure, and that may agree
     while low < high:
         middle = (low + high + 1) // 2
         if a[low * 4 : middle * 4] == b[low * 4 : middle * 4]:
@@ -597,6 +606,7 @@ def kv_length(kv: KV) -> int | None:
 def can_trim(kv: KV) -> bool:
     """Whether tokens can be taken off the end of these caches, filled as they are now: a recurrent
     state cannot go back, nor can a window that has dropped its oldest tokens."""
+    # ChunkedKVCache says that it can be trimmed, though it has dropped its start_position tokens.
     return all(c.is_trimmable() and not getattr(c, "start_position", 0) for c in kv)
 
 
@@ -655,6 +665,8 @@ class PrefixCache:
         planned for each new pair of lengths (40 ms on an H200), and whole entries repeat theirs.
         """
         best, most, score = None, 0, 0
+        # One comparison an entry, and most differ in the first few bytes: agents are hundreds, not
+        # millions, so no tree is kept.
         for entry in self.entries.values():
             n = entry.reusable(key)
             worth = n + DETOUR * (n == entry.num_tokens) if n else 0
@@ -696,6 +708,7 @@ class PrefixCache:
         entry = Entry(key, fork, nbytes, pinned, can_trim(fork))
         if not pinned and any(e.covers(entry) for e in self.entries.values()):
             return None
+        # Pinned entries never leave, so what is free is the bound less those.
         free = self.max_bytes - sum(e.nbytes for e in self.entries.values() if e.pinned)
         if entry.nbytes > free:
             return f"needs {entry.nbytes / 1e6:.1f} MB, the cache has {free / 1e6:.1f} MB to give"
@@ -732,14 +745,16 @@ class PrefixCache:
 
 # ==== 4. engine ===================================================================================
 # One thread owns the model and every KV cache. ModelRunner knows how to compute, Engine decides
-# what to compute next.
+# what to compute next. The ideas: a batch that rows join and leave between two passes (Orca, OSDI
+# 2022), prompts computed in chunks between decode passes, so that running streams do not stall
+# (Sarathi-Serve, arXiv 2403.02310), and the shortest remaining work first.
 
 # Tokens a pass: what fills the chip. A longer chunk only delays everybody else's next token.
 CPU_CHUNK, GPU_CHUNK = 256, 2048  # measured on x86 and on an H200
 # Tokens of a prompt's last pass, the only one that computes logits. The vocabulary-wide projection
-# of each is dear on a CPU; on an H200 even a whole chunk of them costs less than one more pass,
-# whose 5 ms are spent in Python. On Metal (not measured) arithmetic puts the balance at about 128.
-FINAL_PASS = {"cpu": 32, "metal": 128, "cuda": 2048}
+# of each is dear on a CPU; on an H200 a thousand of them cost less than one more pass, whose 5 ms
+# are spent in Python. On Metal (not measured) arithmetic puts the balance at about 128.
+FINAL_PASS = {"cpu": 32, "metal": 128, "cuda": 1024}
 CACHE_SHARE = 0.2  # of the device's memory, for the prefix cache
 AGEING = 0.5  # a token computed for others since its arrival moves a sequence up by half a token
 
@@ -1041,7 +1056,7 @@ class ModelRunner:
         skip_mask_of_one_row()
         self.model, self.tokenizer, config = self.load()
         config = config.get("text_config", config)
-        self.context = config.get("max_position_embeddings") or 1 << 30  # tokens
+        self.context = config.get("max_position_embeddings") or 1 << 30  # tokens; Mamba has no end
         self.eos_ids = set(self.tokenizer.eos_token_ids)
         self.eos = StopSequences([[token_id] for token_id in self.eos_ids])
         self.no_stop = StopSequences()
@@ -1096,6 +1111,7 @@ class ModelRunner:
         """
         with mx.stream(self.generator.stream):
             self.model(mx.array([ids]), cache=kv)  # (1, len(ids)) -> logits, unevaluated
+            # mlx is lazy: this computes the caches, and drops the graph that led to them.
             (mx.eval if wait else mx.async_eval)([c.state for c in kv])
 
     def first_token(self, seq: Sequence) -> tuple[int, Any]:
@@ -1261,8 +1277,9 @@ def report_failure(task: asyncio.Task[Any]) -> None:
 class Engine:
     """Continuous batching: each step is some prefill, then one decode pass for every row.
 
-    start, submit, cancel, clear and stop may be called from any thread. They put commands into one
-    inbox, which the engine thread empties at the top of a step; all else belongs to that thread.
+    A sequence moves from waiting to prefilling to rows, and out. start, submit, cancel, clear, stop
+    and memory may be called from any thread. They put commands into one inbox, which the engine
+    thread empties at the top of a step; all else belongs to that thread.
     """
 
     def __init__(
@@ -1305,6 +1322,7 @@ class Engine:
                 raise Unavailable(f"the engine is {self.state}")
             if not seq.pinned and len(self.live) >= self.max_batch_size + self.max_queue:
                 raise Unavailable("too many requests are waiting")
+            # Under the lock: once serve() has ended, nobody would end this sequence.
             self.num_ids += 1
             seq.id, seq.key = self.num_ids, pack_ids(seq.prompt_ids)
             self.live[seq.id] = seq
@@ -1446,6 +1464,7 @@ class Engine:
 
     def prefill(self) -> None:
         """Some prefill, the most urgent sequence first: less than two chunks."""
+        # Several short suffixes fit into one step.
         budget = self.prefill_step_size
         while budget > 0 and (seq := self.next_to_prefill()):
             begin = seq.num_prefilled
@@ -1457,13 +1476,14 @@ class Engine:
                     self.advance(seq)
             except Exception as e:  # a pass of its own, so it fails alone
                 self.fail([seq], e)
-            budget -= max(1, seq.num_prefilled - begin)
+            budget -= max(1, seq.num_prefilled - begin)  # 1: a full hit is no endless loop
             self.num_prefilled += seq.num_prefilled - begin
 
     def next_to_prefill(self) -> Sequence | None:
         """The sequence with the least work left: warm requests overtake cold ones."""
         waiting = [seq for seq in self.waiting if not self.is_follower(seq)]
         seq = min([*self.prefilling, *waiting], key=self.urgency, default=None)
+        # If the most urgent one has to wait for memory, others that have theirs go on and free it.
         if seq and seq.kv is None and not self.has_room(seq):
             seq = min(self.prefilling, key=self.urgency, default=None)
         return seq
@@ -1478,6 +1498,7 @@ class Engine:
 
     def urgency(self, seq: Sequence) -> float:
         """Tokens left to compute, less a credit for those computed since it came: none starves."""
+        # Tokens are the clock, not seconds: all ranks must read the same time.
         left = len(seq.prompt_ids) - max(seq.num_prefilled, seq.num_reusable)
         return left - AGEING * (self.num_prefilled - seq.arrived)
 
@@ -1500,14 +1521,16 @@ class Engine:
     def begin(self, seq: Sequence) -> None:
         """(3) Caches for the sequence: a fork of the longest stored prefix, or empty ones."""
         self.waiting.remove(seq)
-        seq.generation = self.cache.generation
+        seq.generation = self.cache.generation  # a clear from now on drops what it would store
         if seq.pinned and self.cache.pin(seq.key):  # somebody has computed it already
             self.finish(seq, "warmed")
             return
         self.prefilling.append(seq)
         seq.kv, seq.num_cached = self.cache.fetch(seq.key, count=not seq.pinned)
         seq.kv, seq.num_prefilled = seq.kv or self.runner.new_kv(), seq.num_cached
-        if not self.runner.always_trims:  # else the entry of the completion serves the next turn
+        # The next turn of this chat begins with this prompt, but for its unstable tail. Where
+        # caches can always be trimmed, the entry of the whole completion serves that turn, too.
+        if not self.runner.always_trims:
             seq.boundaries = sorted({*seq.boundaries, seq.stable} - {0})
         for other in self.waiting:
             self.lead(seq, other)
@@ -1518,6 +1541,7 @@ class Engine:
     def advance(self, seq: Sequence) -> None:
         """(4) One pass: a chunk, or up to the next boundary, or the last one."""
         done, end = seq.num_prefilled, len(seq.prompt_ids)
+        # A long rest is computed up to its last token: only a short pass may ask for logits.
         last = end if seq.pinned or end - done <= self.final_pass else end - 1
         target = min((n for n in seq.boundaries if n > done), default=last)
         if target == end and not seq.pinned:
@@ -1546,6 +1570,8 @@ class Engine:
 
     def emit_first(self, seq: Sequence) -> None:
         """(5) The first token goes out before the sequence joins the batch."""
+        # mlx_lm's generators compute the last token in a pass of its own and hand out the first one
+        # a decode pass later: here it costs neither.
         token, logprobs = self.runner.first_token(seq)
         seq.num_prefilled = len(seq.prompt_ids)
         self.prefilling.remove(seq)
@@ -1567,6 +1593,7 @@ class Engine:
             failed, self.rows = list(self.rows.values()), {}
             self.runner.reset()
             return self.fail(failed, e)
+        # The next pass is already running on the device while this one's tokens become text.
         for r in responses:
             if seq := self.rows.get(r.uid):
                 try:
