@@ -291,26 +291,38 @@ def check_tools(tools: Any) -> Tools:
     return tools or None
 
 
+def check_content(content: Any) -> str:
+    """A message's content as one string: most templates raise on a list of parts or on null, and
+    some lose the text without a word."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        raise BadRequest("only text parts are supported")
+    if not all(isinstance(part.get("text"), str) for part in parts):
+        raise BadRequest("content must be text")
+    return "".join(part["text"] for part in parts)
+
+
+def check_message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise BadRequest(f"needs a role, one of {', '.join(ROLES)}")
+    content, calls = message.get("content"), message.get("tool_calls") or []
+    if content is None and message["role"] == "assistant":  # it only calls tools
+        content = ""
+    if not isinstance(calls, list) or not all(is_function(call) for call in calls):
+        raise BadRequest("malformed tool_calls")
+    return {**message, "content": check_content(content)}
+
+
 def check_messages(messages: Any) -> Messages:
-    """Messages as OpenAI clients send them, with their content as one string: most templates raise
-    on a list of parts or on null, and some lose the text without a word."""
+    """Messages as OpenAI clients send them; BadRequest names the first wrong one."""
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a non-empty list", "messages")
     checked = []
     for i, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise BadRequest(f"message {i}: needs a role, one of {', '.join(ROLES)}", "messages")
-        content, calls = message.get("content"), message.get("tool_calls") or []
-        if content is None and message["role"] == "assistant":  # it only calls tools
-            content = ""
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-            raise BadRequest(f"message {i}: only text parts are supported", "messages")
-        if not all(isinstance(part.get("text"), str) for part in parts):
-            raise BadRequest(f"message {i}: content must be text", "messages")
-        if not isinstance(calls, list) or not all(is_function(call) for call in calls):
-            raise BadRequest(f"message {i}: malformed tool_calls", "messages")
-        checked.append({**message, "content": "".join(part["text"] for part in parts)})
+        try:
+            checked.append(check_message(message))
+        except BadRequest as e:
+            raise BadRequest(f"message {i}: {e}", "messages") from None
     return checked
 
 
@@ -1871,19 +1883,27 @@ def parse_fields(body: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def parse_sampling(body: dict[str, Any], fields: dict[str, Any], max_tokens: int,
-                   vocab_size: int) -> SamplingParams:
-    """All that the engine needs to know. Nothing in it may raise there, in a pass of many rows."""
-    stop, bias, get = body.get("stop"), fields.get("logit_bias", {}), fields.get
+def parse_stop(stop: Any) -> tuple[str, ...]:
     stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > 16 or not all(isinstance(s, str) for s in stop):
         raise BadRequest("stop must be a string or a list of at most 16 strings", "stop")
+    return tuple(text for text in stop if text)
+
+
+def parse_bias(bias: dict[str, Any], vocab_size: int) -> tuple[tuple[int, float], ...]:
     for token_id, value in bias.items():
         # A token id out of range would be written past the end of the logits.
         known = re.fullmatch("[0-9]{1,9}", token_id) and int(token_id) < vocab_size
         if not known or type(value) not in (int, float) or not -100 <= value <= 100:
             raise BadRequest(f"logit_bias maps ids below {vocab_size} to numbers from -100 to 100",
                              "logit_bias")
+    return tuple((int(token_id), float(value)) for token_id, value in bias.items())
+
+
+def parse_sampling(body: dict[str, Any], fields: dict[str, Any], max_tokens: int,
+                   vocab_size: int) -> SamplingParams:
+    """All that the engine needs to know. Nothing in it may raise there, in a pass of many rows."""
+    get = fields.get
     if get("top_logprobs") and not get("logprobs"):
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
     names = SamplingParams.__dataclass_fields__
@@ -1895,9 +1915,9 @@ def parse_sampling(body: dict[str, Any], fields: dict[str, Any], max_tokens: int
         # top_p 0 means the most likely token alone, but mlx_lm's filter would leave none.
         "temperature": get("temperature", 0.0) if get("top_p") != 0 else 0.0,
         "top_k": max(0, get("top_k", 0)),  # vLLM's -1 turns it off, too
-        "logit_bias": tuple((int(token_id), float(value)) for token_id, value in bias.items()),
+        "logit_bias": parse_bias(get("logit_bias", {}), vocab_size),
         "top_logprobs": get("top_logprobs", 0) if get("logprobs") else None,
-        "stop": tuple(text for text in stop if text)})
+        "stop": parse_stop(body.get("stop"))})
 
 
 @dataclass
@@ -1958,9 +1978,7 @@ class Reply:
             text = event.text
             if channel == "tool":  # sent whole: no SDK can use a part, and no parser read one
                 call, text = (call or "") + text, ""
-            logprobs = [{**self.token(entry.token_id, entry.logprob),
-                         "top_logprobs": [self.token(*top) for top in entry.top]}
-                        for entry in event.logprobs]
+            logprobs = [self.logprob(entry) for entry in event.logprobs]
             if text or logprobs:
                 yield {"reasoning_content" if channel == "reasoning" else "content": text}, logprobs
 
@@ -1983,6 +2001,10 @@ class Reply:
             return {"content": f"{tokenizer.tool_call_start}{text}{end or ''}"}
         self.num_calls += len(calls)
         return {"tool_calls": calls}
+
+    def logprob(self, entry: Logprob) -> dict[str, Any]:
+        top = [self.token(token_id, value) for token_id, value in entry.top]
+        return {**self.token(entry.token_id, entry.logprob), "top_logprobs": top}
 
     def token(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self.chat.token_bytes(token_id)  # may be half a character
@@ -2329,13 +2351,15 @@ class Handler(BaseHTTPRequestHandler):
             raise ApiError(403, "unknown Host; --allowed-origins can list it")
         if headers.get("Origin") and self.command not in SAFE and not self.allowed_origin():
             raise ApiError(403, "unknown Origin; --allowed-origins can list it")
-        if server.api_key and self.command != "OPTIONS":
-            scheme, _, token = headers.get("Authorization", "").partition(" ")
-            # As bytes: of text, compare_digest takes ASCII only.
-            sent, key = token.strip().encode("latin-1", "replace"), server.api_key.encode()
-            if scheme.lower() != "bearer" or not hmac.compare_digest(sent, key):
-                raise ApiError(401, "a valid API key is needed", code="invalid_api_key",
-                               headers={"WWW-Authenticate": "Bearer"})
+        if server.api_key and self.command != "OPTIONS" and not self.has_key(server.api_key):
+            raise ApiError(401, "a valid API key is needed", code="invalid_api_key",
+                           headers={"WWW-Authenticate": "Bearer"})
+
+    def has_key(self, key: str) -> bool:
+        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+        # As bytes: of text, compare_digest takes ASCII only.
+        sent = token.strip().encode("latin-1", "replace")
+        return scheme.lower() == "bearer" and hmac.compare_digest(sent, key.encode())
 
     def allowed_origin(self) -> str | None:
         """The origin of the web page that asks, if it may."""
