@@ -3217,10 +3217,9 @@ def run(server: Server) -> int:
 
 
 def follow(engine: Engine) -> int:
-    """A rank other than 0 until the engine ends: no HTTP, and not a word, which would come once
-    more from each rank. Returns the exit code."""
+    """A rank other than 0 until the engine ends: no HTTP. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks, but rank 0 decides
-    log.disabled, ended = True, threading.Event()
+    ended = threading.Event()
     engine.on_end = ended.set
     engine.start()
     ended.wait()
@@ -3258,6 +3257,8 @@ def serve(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    if os.environ.get("MLX_RANK", "0") != "0":
+        sys.stderr = io.StringIO()  # every line would come once more from each rank
     if argv[:1] == ["bench-serve"]:
         bench_parser = OneLineParser(prog="warmserve bench-serve", description=BENCH_DESCRIPTION)
         add_bench_arguments(bench_parser)
