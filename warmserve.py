@@ -98,7 +98,7 @@ import uuid
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -2560,12 +2560,19 @@ class BenchError(Exception):
     """A line for the user; of a failed request, "kind: detail"."""
 
 
-def say(text: str, passing: bool = False) -> None:
-    """A line on stderr. A passing one is for terminals, where the next line takes its place."""
-    if sys.stderr.isatty():
-        print(f"\r\33[K{text}", end="" if passing else "\n", file=sys.stderr, flush=True)
-    elif not passing:
-        print(text, file=sys.stderr, flush=True)
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def progress(rounds: range, label: str) -> Iterable[int]:
+    """The rounds, with a bar on a terminal. tqdm comes with mlx-lm, which may not be there."""
+    try:
+        from tqdm import tqdm
+
+        return tqdm(rounds, label, leave=False, disable=None)  # None: no bar in a pipe
+    except ImportError:
+        say(f"{label}: {len(rounds)} rounds")
+        return rounds
 
 
 class Target:
@@ -2933,9 +2940,9 @@ class Bench:
             cell.target.wait_idle()
         # Servers take turns round by round, so that a machine that slows down (heat, a neighbour)
         # slows all of them down.
-        for number in range(-args.warmup, args.repetitions):
+        rounds = range(-args.warmup, args.repetitions)
+        for number in progress(rounds, f"{Path(name).name} x {concurrency}"):
             for cell in cells:
-                say(f"{name} x {concurrency}: round {number + 1} of {args.repetitions}", True)
                 settle = number < 0  # rounds before number 0 do not count
                 bodies = [self.body(cell.target, name, args.max_tokens, settle)
                           for _ in range(concurrency)]
