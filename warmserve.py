@@ -2796,8 +2796,9 @@ def svg_chart(rows: list[dict], shared: dict[str, str]) -> str:
     """A bar for every TTFT. Each says its own figure, so that the chart needs no axis."""
     columns = [column for column in rows[0] if column.endswith("ttft_ms")] if rows else []
     scale = 480 / max([row[column] or 0 for row in rows for column in columns] + [1e-9])
+    title = ["Median time to first token (TTFT)", *filter(None, shared.values())]
     # All lines are alike: (length of the bar, its colour, words). Most have one of the two.
-    lines = [(0, "none", ", ".join(["Median TTFT", *filter(None, shared.values())]))]
+    lines = [(0, "none", ", ".join(title))]
     for row in rows:
         labels = [row[key] for key in LABELS if key in row and key not in shared]
         labels.append(f"concurrency {row['concurrency']}")
