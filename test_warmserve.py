@@ -2396,6 +2396,15 @@ def test_two_servers_take_turns_and_have_a_row_each_per_cell(capsys):
     assert "".join(turns) == "ab" * 4  # the preflight and three rounds
 
 
+def test_progress_is_a_bar_on_a_terminal_and_a_line_without_tqdm(capsys, monkeypatch):
+    with scripted() as server:
+        assert "rounds" not in measure(capsys, "--url", server.url)[2]
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        assert "0/3 [" in measure(capsys, "--url", server.url)[2]
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+        assert "short x 1: 3 rounds\n" in measure(capsys, "--url", server.url)[2]
+
+
 def test_ctrl_c_prints_what_was_finished():
     def script(n):
         if n == 4:  # preflight and two answers came before

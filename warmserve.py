@@ -99,7 +99,7 @@ import uuid
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -2594,12 +2594,19 @@ class BenchError(Exception):
     """A line for the user; of a failed request, "kind: detail"."""
 
 
-def say(text: str, passing: bool = False) -> None:
-    """A line on stderr. A passing one is for terminals, where the next line takes its place."""
-    if sys.stderr.isatty():
-        print(f"\r\33[K{text}", end="" if passing else "\n", file=sys.stderr, flush=True)
-    elif not passing:
-        print(text, file=sys.stderr, flush=True)
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def progress(rounds: range, label: str) -> Iterable[int]:
+    """The rounds, with a bar on a terminal. tqdm comes with mlx-lm, which may not be there."""
+    try:
+        from tqdm import tqdm
+
+        return tqdm(rounds, label, leave=False, disable=None)  # None: no bar in a pipe
+    except ImportError:
+        say(f"{label}: {len(rounds)} rounds")
+        return rounds
 
 
 class Target:
@@ -2823,8 +2830,9 @@ def svg_chart(rows: list[dict], shared: dict[str, str]) -> str:
     """A bar for every TTFT. Each says its own figure, so that the chart needs no axis."""
     columns = [column for column in rows[0] if column.endswith("ttft_ms")] if rows else []
     scale = 480 / max([row[column] or 0 for row in rows for column in columns] + [1e-9])
+    title = ["Median time to first token (TTFT)", *filter(None, shared.values())]
     # All lines are alike: (length of the bar, its colour, words). Most have one of the two.
-    lines = [(0, "none", ", ".join(["Median TTFT", *filter(None, shared.values())]))]
+    lines = [(0, "none", ", ".join(title))]
     for row in rows:
         labels = [row[key] for key in LABELS if key in row and key not in shared]
         labels.append(f"concurrency {row['concurrency']}")
@@ -2967,9 +2975,9 @@ class Bench:
             cell.target.wait_idle()
         # Servers take turns round by round, so that a machine that slows down (heat, a neighbour)
         # slows all of them down.
-        for number in range(-args.warmup, args.repetitions):
+        rounds = range(-args.warmup, args.repetitions)
+        for number in progress(rounds, f"{Path(name).name} x {concurrency}"):
             for cell in cells:
-                say(f"{name} x {concurrency}: round {number + 1} of {args.repetitions}", True)
                 settle = number < 0  # rounds before number 0 do not count
                 bodies = [self.body(cell.target, name, args.max_tokens, settle)
                           for _ in range(concurrency)]
