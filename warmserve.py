@@ -2690,8 +2690,9 @@ def read_events(response: http.client.HTTPResponse) -> Iterator[tuple[float, Any
             yield arrival, None if text == b"[DONE]" else json.loads(text)
 
 
-def time_stream(response: http.client.HTTPResponse, sent: float, timing: RequestTiming) -> None:
-    """Reads a stream to its end; one that does not end well raises."""
+def read_answer(response: http.client.HTTPResponse) -> tuple[list[float], float, dict]:
+    """When a stream's chunks with text arrived, when it ended, and its usage. Raises BenchError
+    when it does not end well."""
     arrivals, finished, usage = [], False, {}
     for end, event in read_events(response):
         if event is None:
@@ -2708,6 +2709,11 @@ def time_stream(response: http.client.HTTPResponse, sent: float, timing: Request
                 arrivals.append(end)
     if not finished or not arrivals:
         raise BenchError("empty answer: no text" if finished else "cut stream: no [DONE]")
+    return arrivals, end, usage
+
+
+def time_stream(response: http.client.HTTPResponse, sent: float, timing: RequestTiming) -> None:
+    arrivals, end, usage = read_answer(response)
     # The server counts its tokens: a chunk may hold several of them, or half a character.
     timing.prompt_tokens = usage.get("prompt_tokens")
     timing.completion_tokens = usage.get("completion_tokens")
@@ -2800,12 +2806,16 @@ class Cell:
             percentile([ratio(1e3 * (t.prompt_tokens or 0), t.ttft_ms) for t in good], 50),
         ], strict=True))
 
+    def failures(self) -> list[str]:
+        """An example of every kind of failure, and how many there were."""
+        errors = [timing.error for timing in self.timings if timing.error]
+        kinds = {error.partition(":")[0]: error for error in errors}
+        return [f"failed: {sum(error.startswith(kind) for error in errors)} x "
+                f"{' '.join(example.split())[:200]}" for kind, example in kinds.items()]
+
     def remarks(self) -> Iterator[str]:
         """What a row cannot say: kinds of failure, retries, a cache that contradicts the tag."""
-        errors = [timing.error for timing in self.timings if timing.error]
-        for kind, example in {error.partition(":")[0]: error for error in errors}.items():
-            count = sum(error.startswith(kind) for error in errors)
-            yield f"failed: {count} x {' '.join(example.split())[:200]}"
+        yield from self.failures()
         if retries := sum(timing.retries for timing in self.timings):
             yield f"retries: {retries}, their waiting included"
         known = [t for t in self.timings if t.cached_tokens is not None]
@@ -2826,12 +2836,26 @@ def text_table(rows: list[dict], shared: dict[str, str]) -> str:
     return "\n".join([*lines, *map("  ".join, zip(*stacks, strict=True))]) + "\n"
 
 
+def svg_lines(lines: list[tuple[float, str, str]]) -> str:
+    """One line a bar or a heading, from top to bottom: (length, colour, words)."""
+    height = 18 * len(lines) + 36
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" width="720" '
+             'font-family="sans-serif" font-size="13">',
+             '<rect width="100%" height="100%" fill="#fff"/>']  # for dark pages
+    for y, (length, colour, words) in zip(range(18, height, 18), lines, strict=False):
+        parts.append(f'<rect x="20" y="{y}" width="{length:.1f}" height="15" fill="{colour}"/>'
+                     f'<text x="{20 + length + 6 * bool(length):.1f}" y="{y + 12}">'
+                     f'{html.escape(words)}</text>')
+    # ASCII is right whatever encoding a file or a pipe has.
+    return "\n".join([*parts, "</svg>\n"]).encode("ascii", "xmlcharrefreplace").decode()
+
+
 def svg_chart(rows: list[dict], shared: dict[str, str]) -> str:
     """A bar for every TTFT. Each says its own figure, so that the chart needs no axis."""
     columns = [column for column in rows[0] if column.endswith("ttft_ms")] if rows else []
     scale = 480 / max([row[column] or 0 for row in rows for column in columns] + [1e-9])
     title = ["Median time to first token (TTFT)", *filter(None, shared.values())]
-    # All lines are alike: (length of the bar, its colour, words). Most have one of the two.
+    # All lines are alike, with a bar or without one.
     lines = [(0, "none", ", ".join(title))]
     for row in rows:
         labels = [row[key] for key in LABELS if key in row and key not in shared]
@@ -2843,16 +2867,7 @@ def svg_chart(rows: list[dict], shared: dict[str, str]) -> str:
             figure = f"{row[column]:,.1f} ms" if row[column] else "no data"
             name = column.removesuffix("ttft_ms").strip("_")
             lines.append(((row[column] or 0) * scale, colour, f"{figure} {name}"))
-    height = 18 * len(lines) + 36
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" width="720" '
-             'font-family="sans-serif" font-size="13">',
-             '<rect width="100%" height="100%" fill="#fff"/>']  # for dark pages
-    for y, (length, colour, words) in zip(range(18, height, 18), lines, strict=False):
-        parts.append(f'<rect x="20" y="{y}" width="{length:.1f}" height="15" fill="{colour}"/>'
-                     f'<text x="{20 + length + 6 * bool(length):.1f}" y="{y + 12}">'
-                     f'{html.escape(words)}</text>')
-    # ASCII is right whatever encoding a file or a pipe has.
-    return "\n".join([*parts, "</svg>\n"]).encode("ascii", "xmlcharrefreplace").decode()
+    return svg_lines(lines)
 
 
 def render(rows: list[dict], form: str) -> str:
@@ -2898,18 +2913,21 @@ def parse_rows(text: str) -> list[dict]:
     return [{column: row[column] for column in COLUMNS} for row in rows]
 
 
-def compare(args: argparse.Namespace) -> list[dict]:
-    """A row for every cell that both files have."""
-    cold, warm = [read_input("--compare", path, parse_rows) for path in args.compare]
+def pair_cells(cold: list[dict], warm: list[dict]) -> list[dict]:
     # The url counts only where a file has several: cold and warm are often two servers.
     several = any(len({row["url"] for row in rows}) > 1 for rows in (cold, warm))
     keys = [*LABELS[1 if several else 2:], "concurrency"]
     partners = {tuple(row[key] for key in keys): row for row in warm}
-    rows = [{**{key: c[key] for key in keys},
+    return [{**{key: c[key] for key in keys},
              "cold_ttft_ms": c["ttft_ms"], "warm_ttft_ms": w["ttft_ms"],
              "speed_up": ratio(c["ttft_ms"], w["ttft_ms"]),
              "cold_tpot_ms": c["tpot_ms"], "warm_tpot_ms": w["tpot_ms"]}
             for c in cold if (w := partners.get(tuple(c[key] for key in keys)))]
+
+
+def compare(args: argparse.Namespace) -> list[dict]:
+    """A row for every cell that both files have."""
+    rows = pair_cells(*(read_input("--compare", path, parse_rows) for path in args.compare))
     if not rows:
         raise BenchError("--compare: no cell is in both files")
     for row in rows if args.format == "table" else []:
