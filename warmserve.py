@@ -57,6 +57,9 @@ Words, each used in one meaning only:
     prefix       the first tokens of a prompt; a strict prefix leaves at least one token
     entry        a prefix and its KV caches, stored; pinned: never evicted
     boundary     a prompt length at which an entry is worth storing
+    fork         a copy of KV caches that shares their data until one side writes
+    trim         take the last tokens off KV caches; hybrid models, which have recurrent layers,
+                 cannot
     warm, cold   the prefix cache holds, or lacks, the beginning of the prompt
     follower     a waiting sequence whose next tokens another one is computing
     rank         one of several processes that compute a model together
@@ -74,6 +77,7 @@ import csv
 import ctypes
 import functools
 import glob
+import hashlib
 import hmac
 import html
 import http.client
@@ -231,7 +235,7 @@ class Sequence:
     key: bytes = b""  # prompt_ids as the prefix cache compares them
     kv: KV | None = None  # has seen prompt_ids[:num_prefilled]; None before and after prefill
     num_prefilled: int = 0
-    num_reusable: int = 0  # while waiting: tokens that the cache would save
+    num_reusable: int = 0  # while waiting: tokens that the cache would save, an estimate
     generation: int = 0  # of the prefix cache when prefill began
     arrived: int = 0  # Engine.num_prefilled at its arrival: the clock by which it ages
     uid: int | None = None  # its row in the decode batch
@@ -366,7 +370,7 @@ class ChatTokenizer:
 
         self.tokenizer, self.default_kwargs, self.context = tokenizer, default_kwargs, context
         self.markers = make_text_state_machine(tokenizer)  # of reasoning and tool calls
-        self.memo: dict[str, Any] = {}  # what remember() remembers
+        self.memo: dict[bytes, Any] = {}  # what remember() remembers
         self.lock = threading.Lock()
         vocab, template = tokenizer.get_vocab(), str(tokenizer.chat_template)
         self.longest = max(map(len, vocab))  # characters in a token
@@ -454,7 +458,8 @@ class ChatTokenizer:
         return self.encode(self.render(messages, tools, kwargs))
 
     def probe_split(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> list[int]:
-        """(9) The token ids of every prompt that continues these messages with a user's message.
+        """(1), (9) The token ids of every prompt that continues these messages with a user's
+        message. Requests, through head_length, and warm prompts are cut here, at the same token.
 
         Cut in token space: the common *text* of the renderings, encoded on its own, would end in
         tokens that become others as soon as a user's text follows.
@@ -490,7 +495,10 @@ class ChatTokenizer:
 
     def remember(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """work(*arguments), computed once a day: templates print dates."""
-        key = json.dumps([str(date.today()), work.__name__, *arguments])
+        text = json.dumps([str(date.today()), work.__name__, *arguments])
+        key = hashlib.sha256(text.encode()).digest()  # clients may send megabytes
+        if key in self.memo:
+            return self.memo[key]
         with self.lock:  # eight requests with one unseen system prompt split it once
             if key not in self.memo:
                 if len(self.memo) >= 1000:  # agents are few, but clients may be hostile
@@ -644,8 +652,11 @@ class Entry:
 
     def reusable(self, key: bytes) -> int:
         """How many tokens of a prompt this entry saves; at least one is left to compute."""
-        shared = min(common_prefix(self.key, key), len(key) // 4 - 1)
-        return shared if shared == self.num_tokens or self.trimmable else 0
+        length = len(key) // 4
+        shared = min(common_prefix(self.key, key), length - 1)
+        # The few tokens with which a template begins every prompt are not worth a trimmed copy.
+        worth = self.trimmable and (shared >= WORTHWHILE or 2 * shared >= length)
+        return shared if shared == self.num_tokens or worth else 0
 
     def covers(self, other: Entry) -> bool:
         """Whether a trimmed fork of this entry would be as good as the other one."""
@@ -656,7 +667,8 @@ class PrefixCache:
     """Token prefixes and their KV caches, within a hard bound of bytes.
 
     What goes in and out are forks. copy.deepcopy shares an mlx array's buffer until one side
-    writes, so a fork costs no data; copy.copy would let two sequences write into one buffer.
+    writes, so a fork costs no data, and any number of sequences can continue from one entry;
+    copy.copy would let two of them write into one buffer.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -706,6 +718,8 @@ class PrefixCache:
         if num_tokens < entry.num_tokens:
             for cache in kv:
                 cache.trim(entry.num_tokens - num_tokens)
+                if type(cache).__name__ == "KVCache":  # which only lowers its offset: cut the rest
+                    cache.state = cache.state  # off, or the first write would copy that, too
         return kv, num_tokens
 
     def store(self, key: bytes, kv: KV, pinned: bool = False) -> str | None:
@@ -750,7 +764,8 @@ class PrefixCache:
         return entry is not None
 
     def clear(self) -> None:
-        """Drop everything. Sequences that began before this store nothing afterwards."""
+        """Drop everything. Running sequences have forks of their own and finish undisturbed, but
+        having begun before this, they store nothing afterwards."""
         self.entries = {}
         self.generation += 1
 
@@ -1047,8 +1062,8 @@ def skip_mask_of_one_row() -> None:
 
 
 class ModelRunner:
-    """The only place that calls mlx. Made, used and closed in the engine thread: lazily built
-    arrays belong to the thread that made them.
+    """The only place that runs the model. Made, used and closed in the engine thread, as lazily
+    built arrays belong to the thread that made them; other threads only read its numbers.
 
     Prefill is one sequence a pass: padded batches of prompts are silently wrong for half of
     mlx_lm's recurrent architectures, and the first sequence would have to wait for the last.
@@ -1404,9 +1419,11 @@ class Engine:
             self.cache.max_bytes = int(memory * CACHE_SHARE)
         if self.prefill_step_size is None:
             self.prefill_step_size = CPU_CHUNK if runner.on_cpu else GPU_CHUNK
-        self.final_pass = FINAL_PASS[runner.backend]
+        self.final_pass = min(FINAL_PASS[runner.backend], self.prefill_step_size)
         nbytes = self.ranks.largest(runner.nbytes)
         self.kv_budget = 0.9 * memory - nbytes - self.cache.max_bytes
+        if self.kv_budget <= 0:
+            log.warning("model and prefix cache leave no memory: requests run one by one")
 
     async def serve(self, background: tuple[Callable[[Engine], Any], ...]) -> None:
         self.loop, self.wakeup, self.stopping = asyncio.get_running_loop(), asyncio.Event(), False
@@ -1430,6 +1447,7 @@ class Engine:
                 self.state = "stopped"
             for task in tasks:
                 task.cancel()
+            self.rows = {}  # the batch ends with the engine
             for seq in list(self.live.values()):
                 self.finish(seq, "error", self.error or "the server is shutting down")
 
@@ -1463,11 +1481,14 @@ class Engine:
 
     def do_clear(self) -> None:
         self.cache.clear()
+        for seq in self.waiting:
+            seq.num_reusable = 0
         if self.clears:  # of rank 0
             self.clears.popleft().set()
 
-    def do_unpin(self, key: bytes) -> None:
-        self.cache.pin(key, pinned=False)
+    def do_unpin(self) -> None:
+        for entry in self.cache.entries.values():
+            entry.pinned = False
 
     def do_stop(self) -> None:
         self.stopping = True
@@ -1492,10 +1513,10 @@ class Engine:
             self.num_prefilled += seq.num_prefilled - begin
 
     def next_to_prefill(self) -> Sequence | None:
-        """The sequence with the least work left: warm requests overtake cold ones."""
+        """The sequence with the least work left: warm requests overtake cold ones. While the most
+        urgent one waits for memory nobody else begins, or small ones would keep it out for ever."""
         waiting = [seq for seq in self.waiting if not self.is_follower(seq)]
         seq = min([*self.prefilling, *waiting], key=self.urgency, default=None)
-        # If the most urgent one has to wait for memory, others that have theirs go on and free it.
         if seq and seq.kv is None and not self.has_room(seq):
             seq = min(self.prefilling, key=self.urgency, default=None)
         return seq
@@ -1509,22 +1530,26 @@ class Engine:
         return len(rows) == 1 or (len(rows) <= self.max_batch_size and fits)
 
     def urgency(self, seq: Sequence) -> float:
-        """Tokens left to compute, less a credit for those computed since it came: none starves."""
+        """The smallest goes first: tokens left to compute, less a credit for those computed since
+        it came. With L tokens left it is passed only by what comes within the next 2 L."""
         # Tokens are the clock, not seconds: all ranks must read the same time.
         left = len(seq.prompt_ids) - max(seq.num_prefilled, seq.num_reusable)
         return left - AGEING * (self.num_prefilled - seq.arrived)
 
     def lead(self, leader: Sequence, seq: Sequence) -> None:
-        """Where a waiting prompt parts from one that is being prefilled is a boundary, too."""
-        n = min(common_prefix(leader.key, seq.key), len(seq.prompt_ids) - 1)
+        """Where a waiting prompt parts from one that is being prefilled is a boundary, too: the
+        leader S + a stops and stores at the end of S, and S + b waits for that and continues."""
+        # Not the leader's own end: its last pass samples, and no entry stops there.
+        room = min(len(seq.prompt_ids), len(leader.prompt_ids) + leader.pinned) - 1
+        n = min(common_prefix(leader.key, seq.key), room)
         known = max([seq.num_reusable, *(b for b in leader.boundaries if b <= n)])
-        if n - max(leader.num_prefilled, known) >= WORTHWHILE:
+        if self.cache.max_bytes and n - max(leader.num_prefilled, known) >= WORTHWHILE:
             leader.boundaries = sorted({*leader.boundaries, n})
 
     def is_follower(self, seq: Sequence) -> bool:
         """Whether somebody is computing more of this prompt right now than the cache has of it.
         Then it waits for that boundary: N requests with one new system prompt prefill it once."""
-        return any(
+        return self.cache.max_bytes > 0 and any(
             max(leader.num_prefilled, seq.num_reusable) < n < len(seq.prompt_ids)
             and seq.key.startswith(leader.key[: n * 4])
             for leader in self.prefilling if leader.generation == self.cache.generation
@@ -1540,8 +1565,10 @@ class Engine:
         self.prefilling.append(seq)
         seq.kv, seq.num_cached = self.cache.fetch(seq.key, count=not seq.pinned)
         seq.kv, seq.num_prefilled = seq.kv or self.runner.new_kv(), seq.num_cached
-        # The next turn of this chat begins with this prompt, but for its unstable tail. Where
-        # caches can always be trimmed, the entry of the whole completion serves that turn, too.
+        # The next turn of this chat begins with this prompt, but for its unstable tail. Caches that
+        # can always be trimmed are stored with the completion, and cut back to where that turn
+        # departs. A recurrent state cannot be: it is stored on the way, and the next turn computes
+        # the completion again, but not the prompt before it.
         if not self.runner.always_trims:
             seq.boundaries = sorted({*seq.boundaries, seq.stable} - {0})
         for other in self.waiting:
@@ -1553,7 +1580,8 @@ class Engine:
     def advance(self, seq: Sequence) -> None:
         """(4) One pass: a chunk, or up to the next boundary, or the last one."""
         done, end = seq.num_prefilled, len(seq.prompt_ids)
-        # A long rest is computed up to its last token: only a short pass may ask for logits.
+        # A long rest is computed up to its last token: only a short pass may ask for logits. A
+        # warm prompt asks for none and samples nothing: its entry must not hold a token more.
         last = end if seq.pinned or end - done <= self.final_pass else end - 1
         target = min((n for n in seq.boundaries if n > done), default=last)
         if target == end and not seq.pinned:
@@ -1561,7 +1589,8 @@ class Engine:
         # Always a whole chunk, though the budget may be overdrawn: its length is a planned one.
         target = min(target, done + self.prefill_step_size)
         # Before the last pass there is nothing to wait for: it is planned while this one runs.
-        wait = not self.rows and end - target > self.final_pass
+        # A warm prompt has no such pass: its entry is complete when it is computed.
+        wait = not self.rows and (seq.pinned or end - target > self.final_pass)
         self.runner.prefill(seq.prompt_ids[done:target], seq.kv, wait)
         seq.num_prefilled = target
         refusal = self.store(seq) if target in seq.boundaries else None
@@ -1575,6 +1604,8 @@ class Engine:
             return "the cache was cleared meanwhile"
         key, complete = seq.key[: seq.num_prefilled * 4], seq.num_prefilled == len(seq.prompt_ids)
         refusal = self.cache.store(key, seq.kv, pinned=seq.pinned and complete)
+        if refusal:
+            log.debug("%d tokens not stored: %s", len(key) // 4, refusal)
         if entry := self.cache.entries.get(key):
             for other in self.waiting:
                 other.num_reusable = max(other.num_reusable, entry.reusable(other.key))
@@ -1762,6 +1793,7 @@ class Warmer:
         """Warm up again, after a clear. False if there is nothing to warm or nobody to do it."""
         if not self.prompts or engine.state != "ready":
             return False
+        self.state = "running"  # already now, for who looks at it next
         engine.loop.call_soon_threadsafe(self.request.set)
         return True
 
@@ -1794,8 +1826,8 @@ class Warmer:
         cache costs nothing."""
         begin, self.state = time.monotonic(), "running"
         # All are cut before the first is computed, so that it stops where others will branch off.
+        engine.send("unpin")  # yesterday's, or what the file had before: what stays is pinned again
         for prompt in self.prompts:
-            engine.send("unpin", pack_ids(prompt.ids))  # it may be yesterday's
             prompt.status, prompt.reason = "pending", None
         await asyncio.gather(*(
             self.attempt(p, asyncio.to_thread(warm_prefix, engine.chat, p)) for p in self.prompts))
@@ -2278,12 +2310,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def route(self) -> None:
         """Every method comes here: check, read, answer. The one place where an exception becomes a
-        status. An OSError does not: nobody is there any more to be told."""
+        status. An OSError does not: nobody is there any more to be told.
+
+        What is refused, in this order: the connection (Server), framing, access, route and body
+        (here), fields (6), messages and length (2), and when there is no room in the queue (4).
+        """
         with self.server.idle:
             self.server.active += 1
         try:
             self.check_framing()
             self.check_access()
+            self.body_is_read = not self.chunked and not self.length
             name, arguments = self.find_route()
             self.body = self.read_body()
             getattr(self, name)(*arguments)
@@ -2478,10 +2515,12 @@ class Handler(BaseHTTPRequestHandler):
     # -- routes --
 
     def options(self) -> None:
-        headers = {"Allow": self.allow, "Content-Length": "0"}
+        headers = {"Allow": self.allow}
         if self.allowed_origin():
+            # OpenAI's SDK for browsers sends a dozen headers of its own.
+            wanted = self.headers.get("Access-Control-Request-Headers", "Authorization")
             headers |= {"Access-Control-Allow-Methods": self.allow,
-                        "Access-Control-Allow-Headers": "Authorization, Content-Type"}
+                        "Access-Control-Allow-Headers": wanted}
         self.send(204, None, headers)
 
     def get_health(self) -> None:
@@ -2522,8 +2561,9 @@ class Handler(BaseHTTPRequestHandler):
         server, engine = self.server, self.server.engine
         if server.draining or engine.state != "ready":
             raise Unavailable(f"the server is {server.state}")
+        self.begin, self.ttft = time.monotonic(), 0.0
         reply = parse_chat_request(self.body, engine, server.model, server.max_tokens)
-        seq, self.begin, self.ttft = reply.seq, time.monotonic(), 0.0
+        seq = reply.seq
         engine.submit(seq)
         try:
             if reply.stream:
@@ -2540,8 +2580,11 @@ class Handler(BaseHTTPRequestHandler):
                      1e3 * self.ttft, 1e3 * (time.monotonic() - self.begin), reply.finish_reason)
 
     def watch(self, seq: Sequence) -> Iterator[Delta | Done]:
-        """A sequence's events as they come. Raises when nobody waits for them any more, and at the
-        end when the completion has failed."""
+        """A sequence's events as they come; at the end it raises if the completion has failed.
+
+        A client that has left raises OSError here, or in write(). Then post_chat cancels, and
+        Engine.do_cancel stores what is prefilled and frees the row at the top of the next step.
+        """
         event, last, looked = None, self.begin, self.begin
         while not isinstance(event, Done):
             event = None
@@ -3266,8 +3309,9 @@ def serve(args: argparse.Namespace) -> int:
     if ranks.rank:
         return follow(engine)
     try:
+        check_template_kwargs({"chat_template_kwargs": args.chat_template_args})
         prompts = load_warm_prompts(args.warm_prompts) if args.warm_prompts else []
-    except ValueError as e:
+    except (ValueError, BadRequest) as e:
         return complain(str(e), 2)
     warmer = Warmer(args.warm_prompts, prompts, args.warm_prompts_concurrency)
     try:
