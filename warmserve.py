@@ -778,10 +778,10 @@ class PrefixCache:
 
 # Tokens a pass: what fills the chip. A longer chunk only delays everybody else's next token.
 CPU_CHUNK, GPU_CHUNK = 256, 2048  # measured on x86 and on an H200
-# Tokens of a prompt's last pass, the only one that computes logits. The vocabulary-wide projection
-# of each is dear on a CPU; on an H200 a thousand of them cost less than one more pass, whose 5 ms
-# are spent in Python. On Metal (not measured) arithmetic puts the balance at about 128.
-FINAL_PASS = {"cpu": 32, "metal": 128, "cuda": 1024}
+# Tokens of a prompt's last pass, the only one that computes logits, at most. The vocabulary-wide
+# projection of that many costs about as much as one more pass for the last token alone: on a CPU,
+# which reads all weights for it, and on an H200, where 5 ms of Python do. Metal was not measured.
+FINAL_PASS = {"cpu": 96, "metal": 128, "cuda": 1024}
 CACHE_SHARE = 0.2  # of the device's memory, for the prefix cache
 AGEING = 0.5  # a token computed for others since its arrival moves a sequence up by half a token
 
@@ -857,11 +857,8 @@ def load_gguf(path: str) -> tuple[Any, Any, dict[str, Any]]:
 # its commands alone, so the same commands in the same steps lead to the same forward passes, and
 # those meet inside mlx. Nothing in a step may depend on the time or on what only one rank knows.
 
-HANG_SECONDS = 60.0  # without a sign of life in a step, which is longer than any chunk should take
-
-
 class OneRank:
-    """The usual case: one process, nobody to share anything with."""
+    """The usual case: one process, nobody to share anything with. Ranks, below, is the other."""
 
     rank = 0
 
@@ -881,120 +878,6 @@ class OneRank:
 
     def leave(self, error: str | None) -> None:
         """The engine has ended."""
-
-
-class Ranks(OneRank):
-    """The processes of one mlx.launch. Rank 0 serves HTTP and leads. Engine thread.
-
-    Commands travel through sockets and not through mlx's collective operations: with those, idle
-    GPUs would spin, and the death of a rank would leave the others waiting. A socket closes with
-    its process. Back comes None for every finished step, and what went wrong, if something did.
-    """
-
-    def __init__(self, pipeline: bool) -> None:
-        self.rank, self.pipeline = int(os.environ["MLX_RANK"]), pipeline
-        self.peers: list[Any] = []  # multiprocessing's connections; of rank 0 to all others
-        self.steps: SimpleQueue[Any] = SimpleQueue()  # rank 0's commands; None: it is gone
-        self.num_shared, self.shared_at = 0, 0.0  # steps, and when the last one began
-        self.ended = threading.Event()
-
-    def join(self, lost: Callable[[str], None]) -> None:
-        from multiprocessing import AuthenticationError
-        from multiprocessing.connection import Client, Listener
-
-        from mlx_lm.generate import generation_stream
-
-        self.stream = generation_stream  # all ranks have to meet in the same order: one stream
-        self.group, self.lost, key = mx.distributed.init(strict=True), lost, os.urandom(16)
-        size = self.group.size()
-        if self.rank:
-            port, key = self.tell(0, bytes(16))
-            self.peers = [Client((self.leader(), port), authkey=key)]
-            self.peers[0].send(self.rank)
-            threading.Thread(target=self.listen, daemon=True).start()
-            return
-        with Listener(("", 0), backlog=size, authkey=key) as listener:
-            self.tell(listener.address[1], key)
-            while len(self.peers) < size - 1:
-                with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a stranger
-                    self.peers.append(listener.accept())
-        for peer in self.peers:
-            threading.Thread(target=self.watch, args=[peer.recv(), peer], daemon=True).start()
-
-    def tell(self, port: int, key: bytes) -> tuple[int, bytes]:
-        """Rank 0's port and key, by the one means that all ranks share: the others add zeros."""
-        with mx.stream(self.stream):
-            numbers = mx.distributed.all_sum(mx.array([port, *key], mx.int32), group=self.group)
-            port, *key = numbers.tolist()
-        return port, bytes(key)
-
-    def leader(self) -> str:
-        """Rank 0's address, as the launcher has noted it down for mlx's own connections."""
-        if name := os.environ.get("MLX_HOSTFILE"):  # of the ring: [["10.0.0.1:32323"], ...]
-            return json.loads(Path(name).read_text())[0][0].rpartition(":")[0]
-        address = os.environ.get("NCCL_HOST_IP") or os.environ.get("MLX_JACCL_COORDINATOR", "")
-        return address.partition(":")[0]
-
-    def shard(self, model: Any, config: dict[str, Any]) -> None:
-        method = "pipeline" if self.pipeline else "shard"
-        part = getattr(model, "model", None) if self.pipeline else model
-        heads, size = config.get("num_key_value_heads") or 0, self.group.size()
-        if not hasattr(part, method):
-            raise ValueError(f"mlx_lm has no {method}() for models of type {config['model_type']}")
-        if not self.pipeline and heads % size:
-            raise ValueError(f"{heads} key-value heads cannot be split over {size} ranks")
-        getattr(part, method)(self.group)
-
-    def share(self, commands: list[Any]) -> list[Any]:
-        if self.rank == 0:
-            self.num_shared, self.shared_at = self.num_shared + 1, time.monotonic()
-            for peer in self.peers:
-                peer.send(commands)
-            return commands
-        if self.num_shared:
-            self.peers[0].send(None)  # the last step is done
-        self.num_shared += 1
-        commands = self.steps.get()
-        if commands is None:
-            raise RuntimeError("rank 0 is gone")
-        return commands
-
-    def largest(self, number: int) -> int:
-        with mx.stream(self.stream):
-            return mx.distributed.all_max(mx.array(number, mx.int64), group=self.group).item()
-
-    def listen(self) -> None:
-        """A thread of the other ranks: rank 0's commands, until its socket closes."""
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self.steps.put(self.peers[0].recv())
-        self.steps.put(None)
-        self.miss("rank 0 is gone")
-
-    def watch(self, number: int, peer: Any) -> None:
-        """A thread of rank 0 for every other rank: it may die, or hang in a step."""
-        num_done, error = 0, None
-        while error is None:
-            if peer.poll(HANG_SECONDS):
-                try:
-                    error = peer.recv()
-                    num_done += 1
-                except (EOFError, OSError):
-                    error = "it is gone"
-            elif num_done < self.num_shared and time.monotonic() - self.shared_at > HANG_SECONDS:
-                error = "it hangs"
-        self.miss(f"rank {number}: {error}")
-
-    def miss(self, error: str) -> None:
-        """Another rank has ended. If this one does not end too, it waits for it inside mlx."""
-        if not self.ended.wait(2):
-            self.lost(error)
-
-    def leave(self, error: str | None) -> None:
-        self.ended.set()
-        if error and self.rank and self.peers:
-            with contextlib.suppress(OSError):
-                self.peers[0].send(error)
 
 
 class SoloGenerator:
@@ -1707,6 +1590,125 @@ class Engine:
         for seq in sequences:
             self.finish(seq, "error", describe_error(error))
         self.runner.check_alive()
+
+
+# -- several ranks --
+
+HANG_SECONDS = 60.0  # without a sign of life in a step, which is longer than any chunk should take
+
+
+class Ranks(OneRank):
+    """The processes of one mlx.launch. Rank 0 serves HTTP and leads. Engine thread.
+
+    Commands travel through sockets and not through mlx's collective operations: with those, idle
+    GPUs would spin, and the death of a rank would leave the others waiting. A socket closes with
+    its process. Back comes None for every finished step, and what went wrong, if something did.
+    """
+
+    def __init__(self, pipeline: bool) -> None:
+        self.rank, self.pipeline = int(os.environ["MLX_RANK"]), pipeline
+        self.peers: list[Any] = []  # multiprocessing's connections; of rank 0 to all others
+        self.steps: SimpleQueue[Any] = SimpleQueue()  # rank 0's commands; None: it is gone
+        self.num_shared, self.shared_at = 0, 0.0  # steps, and when the last one began
+        self.ended = threading.Event()
+
+    def join(self, lost: Callable[[str], None]) -> None:
+        from multiprocessing import AuthenticationError
+        from multiprocessing.connection import Client, Listener
+
+        from mlx_lm.generate import generation_stream
+
+        self.stream = generation_stream  # all ranks have to meet in the same order: one stream
+        self.group, self.lost, key = mx.distributed.init(strict=True), lost, os.urandom(16)
+        size = self.group.size()
+        if self.rank:
+            port, key = self.tell(0, bytes(16))
+            self.peers = [Client((self.leader(), port), authkey=key)]
+            self.peers[0].send(self.rank)
+            threading.Thread(target=self.listen, daemon=True).start()
+            return
+        with Listener(("", 0), backlog=size, authkey=key) as listener:
+            self.tell(listener.address[1], key)
+            while len(self.peers) < size - 1:
+                with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a stranger
+                    self.peers.append(listener.accept())
+        for peer in self.peers:
+            threading.Thread(target=self.watch, args=[peer.recv(), peer], daemon=True).start()
+
+    def tell(self, port: int, key: bytes) -> tuple[int, bytes]:
+        """Rank 0's port and key, by the one means that all ranks share: the others add zeros."""
+        with mx.stream(self.stream):
+            numbers = mx.distributed.all_sum(mx.array([port, *key], mx.int32), group=self.group)
+            port, *key = numbers.tolist()
+        return port, bytes(key)
+
+    def leader(self) -> str:
+        """Rank 0's address, as the launcher has noted it down for mlx's own connections."""
+        if name := os.environ.get("MLX_HOSTFILE"):  # of the ring: [["10.0.0.1:32323"], ...]
+            return json.loads(Path(name).read_text())[0][0].rpartition(":")[0]
+        address = os.environ.get("NCCL_HOST_IP") or os.environ.get("MLX_JACCL_COORDINATOR", "")
+        return address.partition(":")[0]
+
+    def shard(self, model: Any, config: dict[str, Any]) -> None:
+        method = "pipeline" if self.pipeline else "shard"
+        part = getattr(model, "model", None) if self.pipeline else model
+        heads, size = config.get("num_key_value_heads") or 0, self.group.size()
+        if not hasattr(part, method):
+            raise ValueError(f"mlx_lm has no {method}() for models of type {config['model_type']}")
+        if not self.pipeline and heads % size:
+            raise ValueError(f"{heads} key-value heads cannot be split over {size} ranks")
+        getattr(part, method)(self.group)
+
+    def share(self, commands: list[Any]) -> list[Any]:
+        if self.rank == 0:
+            self.num_shared, self.shared_at = self.num_shared + 1, time.monotonic()
+            for peer in self.peers:
+                peer.send(commands)
+            return commands
+        if self.num_shared:
+            self.peers[0].send(None)  # the last step is done
+        self.num_shared += 1
+        commands = self.steps.get()
+        if commands is None:
+            raise RuntimeError("rank 0 is gone")
+        return commands
+
+    def largest(self, number: int) -> int:
+        with mx.stream(self.stream):
+            return mx.distributed.all_max(mx.array(number, mx.int64), group=self.group).item()
+
+    def listen(self) -> None:
+        """A thread of the other ranks: rank 0's commands, until its socket closes."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self.steps.put(self.peers[0].recv())
+        self.steps.put(None)
+        self.miss("rank 0 is gone")
+
+    def watch(self, number: int, peer: Any) -> None:
+        """A thread of rank 0 for every other rank: it may die, or hang in a step."""
+        num_done, error = 0, None
+        while error is None:
+            if peer.poll(HANG_SECONDS):
+                try:
+                    error = peer.recv()
+                    num_done += 1
+                except (EOFError, OSError):
+                    error = "it is gone"
+            elif num_done < self.num_shared and time.monotonic() - self.shared_at > HANG_SECONDS:
+                error = "it hangs"
+        self.miss(f"rank {number}: {error}")
+
+    def miss(self, error: str) -> None:
+        """Another rank has ended. If this one does not end too, it waits for it inside mlx."""
+        if not self.ended.wait(2):
+            self.lost(error)
+
+    def leave(self, error: str | None) -> None:
+        self.ended.set()
+        if error and self.rank and self.peers:
+            with contextlib.suppress(OSError):
+                self.peers[0].send(error)
 
 
 # ==== 5. warm-up ==================================================================================
@@ -3166,11 +3168,11 @@ def whole(low: int, high: int = 2**31) -> Callable[[str], int]:
     return count
 
 
-def json_object(text: str) -> dict[str, Any]:
+def template_args(text: str) -> dict[str, Any]:
     with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(value := json.loads(text), dict):
+        if isinstance(value := json.loads(text), dict) and not value.keys() & RESERVED:
             return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object of template variables")
 
 
 def origin_list(text: str) -> tuple[str, ...]:
@@ -3206,7 +3208,7 @@ def build_parser() -> argparse.ArgumentParser:
         f"e.g. 4GB; 0 turns the cache off (default: {CACHE_SHARE:.0%}% of the device's memory)")
     add("--max-tokens", metavar="N", type=whole(1), default=512,
         help="completion length when a request names none (default: %(default)s)")
-    add("--chat-template-args", metavar="JSON", type=json_object, default={},
+    add("--chat-template-args", metavar="JSON", type=template_args, default={},
         help='arguments for every chat template, e.g. \'{"enable_thinking": false}\'')
     add("--allowed-origins", metavar="LIST", type=origin_list, default=(),
         help="origins of web pages that may call this server, separated by commas; their hosts are "
@@ -3309,9 +3311,8 @@ def serve(args: argparse.Namespace) -> int:
     if ranks.rank:
         return follow(engine)
     try:
-        check_template_kwargs({"chat_template_kwargs": args.chat_template_args})
         prompts = load_warm_prompts(args.warm_prompts) if args.warm_prompts else []
-    except (ValueError, BadRequest) as e:
+    except ValueError as e:
         return complain(str(e), 2)
     warmer = Warmer(args.warm_prompts, prompts, args.warm_prompts_concurrency)
     try:
