@@ -1000,10 +1000,10 @@ class ModelRunner:
         weights = [array for _, array in tree_flatten(model.parameters())]
         self.nbytes = sum(w.nbytes for w in weights)
         with tqdm(total=self.nbytes, desc="Loading", unit="B", unit_scale=True, leave=False,
-                  disable=self.ranks.rank or not sys.stderr.isatty()) as progress:
+                  disable=self.ranks.rank or not sys.stderr.isatty()) as bar:
             for w in weights:
                 mx.eval(w)
-                progress.update(w.nbytes)
+                bar.update(w.nbytes)
         return model, tokenizer, config
 
     def new_kv(self) -> KV:
