@@ -2006,8 +2006,7 @@ class Reply:
                 yield self.tool_delta(call, closed=channel != "end"), []
                 call = None
             if isinstance(event, Done):
-                made_calls = self.num_calls and event.finish_reason == "stop"
-                self.finish_reason = "tool_calls" if made_calls else event.finish_reason
+                self.end(event)
                 continue  # it is the last one, but the iterator may have an error to raise
             text = event.text
             if channel == "tool":  # sent whole: no SDK can use a part, and no parser read one
@@ -2015,6 +2014,10 @@ class Reply:
             logprobs = [self.logprob(entry) for entry in event.logprobs]
             if text or logprobs:
                 yield {"reasoning_content" if channel == "reasoning" else "content": text}, logprobs
+
+    def end(self, done: Done) -> None:
+        made_calls = self.num_calls and done.finish_reason == "stop"
+        self.finish_reason = "tool_calls" if made_calls else done.finish_reason
 
     def tool_delta(self, text: str, closed: bool) -> dict[str, Any]:
         """A whole tool segment: its calls, or its text where there are none (cut off, say)."""
@@ -2735,6 +2738,12 @@ def read_events(response: http.client.HTTPResponse) -> Iterator[tuple[float, Any
             yield arrival, None if text == b"[DONE]" else json.loads(text)
 
 
+def has_text(choice: dict) -> bool:
+    """Whether it is a token: the chunk that announces the role, and empty ones, are none."""
+    delta = choice.get("delta") or {}
+    return any(delta.get(key) for key in TEXT_KEYS)
+
+
 def read_answer(response: http.client.HTTPResponse) -> tuple[list[float], float, dict]:
     """When a stream's chunks with text arrived, when it ended, and its usage. Raises BenchError
     when it does not end well."""
@@ -2749,8 +2758,7 @@ def read_answer(response: http.client.HTTPResponse) -> tuple[list[float], float,
         for choice in event.get("choices") or []:
             # Some servers never send [DONE]; one of the two has to come.
             finished |= bool(choice.get("finish_reason"))
-            # The chunk that announces the role, and empty ones, are no first token.
-            if any((choice.get("delta") or {}).get(key) for key in TEXT_KEYS):
+            if has_text(choice):
                 arrivals.append(end)
     if not finished or not arrivals:
         raise BenchError("empty answer: no text" if finished else "cut stream: no [DONE]")
