@@ -876,6 +876,21 @@ def test_a_prompt_that_begins_with_a_whole_other_one_waits_for_it_and_its_passes
     assert sum(slow.passes) + sum(last_passes) == 240 + 1
 
 
+def test_an_entry_cut_out_of_a_longer_one_is_charged_for_its_own_length(slow):
+    ids = slow.chat.encode(SYSTEM * 12)
+    sizes = []
+    for before in ([], [ws.Sequence(ids, GREEDY)]):
+        slow.clear().wait()
+        for seq in before:
+            slow.submit(seq)
+            answer(seq)
+        warm = ws.Sequence(ids[:200], GREEDY, [200], pinned=True)
+        slow.submit(warm)
+        assert warm.events.get(timeout=60).finish_reason == "warmed"
+        sizes.append(next(e.nbytes for e in slow.cache.entries.values() if e.pinned))
+    assert warm.num_cached == 199 and sizes[1] <= 2 * sizes[0], sizes  # room for 256 tokens more
+
+
 def test_after_a_clear_nobody_counts_on_what_was_stored(slow):
     """A cold request that is taken for a warm one would overtake others, and lead nobody."""
     answer(ask(slow, [system(), user("one")]))
