@@ -1235,7 +1235,7 @@ def test_entries_beyond_the_budget_or_the_context_are_skipped(model_path):
         statuses = [p.status for p in engine.warmer.prompts]
         assert sorted(statuses) == ["skipped", "skipped", "warmed"]
         reasons = " ".join(p.reason for p in engine.warmer.prompts if p.reason)
-        assert "MB" in reasons and "more than the context holds" in reasons
+        assert "MB" in reasons and "leave no room in the context" in reasons
         assert engine.cache.nbytes <= 250_000
         answer(ask(engine, [system(), user("x")]))
 
@@ -2677,6 +2677,38 @@ def test_what_is_not_finished_when_the_patience_ends_gets_an_error_event(
             signal.signal(number, handler)
     assert seen[1].endswith(b'"code": null}}\n\n\r\n') and b"shutting down" in seen[1]
     assert b"[DONE]" not in seen[1]
+
+
+def test_who_shuts_down_in_the_middle_of_a_long_step_tells_the_clients_all_the_same(slow):
+    gate = threading.Event()
+    slow.loop.call_soon_threadsafe(gate.wait)  # a step that takes longer than anybody's patience
+    seq = slow.chat.sequence([user("hi")], None, {}, GREEDY)
+    slow.submit(seq)
+    with serving_slowly(slow) as (server, outbox, inbox):
+        waiting = threading.Thread(target=ws.wind_down, args=(server, outbox))
+        waiting.start()
+        assert seq.events.get(timeout=20) == ws.Done("error", ws.SHUTTING_DOWN)
+        gate.set()
+        assert inbox.recv(1) == b"D"
+        waiting.join()
+
+
+@contextmanager
+def serving_slowly(engine: ws.Engine) -> Iterator[tuple[ws.Server, socket.socket, socket.socket]]:
+    """A server without requests of its own, and the two ends of what wind_down answers on."""
+    warmer = ws.Warmer(None, [])
+    server = ws.Server(("127.0.0.1", 0), ws.Handler, engine, warmer, "tiny")
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    inbox, outbox = socket.socketpair()
+    with inbox, outbox:
+        yield server, outbox, inbox
+
+
+def test_a_model_folder_that_is_not_there_is_named():
+    with start("--model", "/nowhere/at/all", "--port", 0) as process:
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert err == "warmserve: --model /nowhere/at/all: no such file or folder\n"
 
 
 @pytest.mark.parametrize(("host", "key", "warned"), [

@@ -789,6 +789,7 @@ CPU_CHUNK, GPU_CHUNK = 256, 2048  # measured on x86 and on an H200
 # which reads all weights for it, and on an H200, where 5 ms of Python do. Metal was not measured.
 FINAL_PASS = {"cpu": 96, "metal": 128, "cuda": 1024}
 CACHE_SHARE = 0.2  # of the device's memory, for the prefix cache
+SHUTTING_DOWN = "the server is shutting down"
 AGEING = 0.5  # a token computed for others since its arrival moves a sequence up by half a token
 
 
@@ -1288,12 +1289,17 @@ class Engine:
             self.runner.close()
         self.on_end()
 
+    def abandon(self, error: str) -> None:
+        """Tell all clients now, though the engine thread may be in the middle of a long step: what
+        it says later comes too late to be read. Any thread."""
+        for seq in list(self.live.values()):
+            seq.events.put(Done("error", error))
+
     def lose(self, error: str) -> None:
         """Another rank is gone, and the engine thread may wait for it for ever. Any thread."""
         with self.lock:
             self.state, self.error = "failed", error
-        for seq in list(self.live.values()):
-            seq.events.put(Done("error", error))
+        self.abandon(error)
         self.on_end()
 
     def set_up(self, runner: ModelRunner) -> None:
@@ -1338,7 +1344,7 @@ class Engine:
                 task.cancel()
             self.rows = {}  # the batch ends with the engine
             for seq in list(self.live.values()):
-                self.finish(seq, "error", self.error or "the server is shutting down")
+                self.finish(seq, "error", self.error or SHUTTING_DOWN)
 
     def receive(self, command: tuple[Any, ...]) -> None:
         self.inbox.append(command)
@@ -1781,7 +1787,7 @@ def warm_prefix(chat: ChatTokenizer, prompt: WarmPrompt) -> None:
     prompt.ids = ids
     prompt.boundaries = {chat.head_length(ids, messages, *rest), len(ids)} - {0}
     if len(ids) >= chat.context:
-        raise BadRequest(f"{len(ids)} tokens are more than the context holds")
+        raise BadRequest(f"{len(ids)} tokens leave no room in the context")
 
 
 class Warmer:
@@ -1899,9 +1905,11 @@ REFUSED = ("cache_salt", "store", "functions", "function_call", "audio", "web_se
            "echo", "suffix", "best_of", "min_tokens", "structured_outputs", "grammar",
            "stop_token_ids", "allowed_token_ids", "bad_words", "prompt_logprobs", "adapters",
            "continue_final_message", "use_beam_search", "truncate_prompt_tokens", "draft_model",
-           "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+           "documents", "logits_processors", "guided_json", "guided_regex", "guided_choice",
+           "guided_grammar")
 # The only values that a field may have: here those that promise nothing.
 HONOURED: dict[str, tuple[Any, ...]] = dict.fromkeys(REFUSED, (False, "", [])) | {
+    "enable_thinking": (),  # but inside chat_template_kwargs
     "tool_choice": ("auto", "none"), "modalities": (["text"],),
     "response_format": ({"type": "text"},)}
 
@@ -1910,7 +1918,7 @@ def parse_fields(body: dict[str, Any]) -> dict[str, Any]:
     """Those of FIELDS that are there, checked. null counts as absent: SDKs send it."""
     for name, values in HONOURED.items():
         if body.get(name) not in (None, *values):
-            only = "" if name in REFUSED else f", only {json.dumps(values)}"
+            only = "" if name in REFUSED or not values else f", only {json.dumps(values)}"
             raise BadRequest(f"{name} is not supported{only}", name)
     fields = {name: body[name] for name in FIELDS if body.get(name) is not None}
     for name, value in fields.items():
@@ -3008,7 +3016,8 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         if min(args.repetitions, args.max_tokens, *args.concurrency) < 1 or args.warmup < 0:
-            raise BenchError("--concurrency, --repetitions, --max-tokens must be 1 or more")
+            raise BenchError("--concurrency, --repetitions, --max-tokens must be 1 or more, and "
+                             "--warmup 0 or more")
         self.args, self.cells, self.system = args, [], None
         self.chats = {name: [] if name in NUM_WORDS else read_input("--prompts", name, parse_chats)
                       for name in args.prompts.split(",")}
@@ -3067,9 +3076,13 @@ class Bench:
 
     def body(self, target: Target, name: str, max_tokens: int, settle: bool = False) -> bytes:
         seed = f"{self.salt} {self.targets.index(target)} {target.num_sent}"
-        # Conversations of a file are sent as they are, in turn: more requests repeat, and hit.
         chats = self.chats[name] or [[{"role": "user", "content": make_text(name, seed)}]]
-        messages = chats[target.num_sent % len(chats)]
+        messages = chats[target.num_sent % len(chats)]  # those of a file take turns
+        if self.chats[name]:
+            # Users' texts get a beginning of their own: sent again as they are, they would hit.
+            messages = [{**m, "content": f"({seed}) {m['content']}"}
+                        if m.get("role") == "user" and isinstance(m.get("content"), str) else m
+                        for m in messages]
         target.num_sent += 1
         if self.system is not None:
             # A cold run must not meet a system prompt that its own warm-up left in the cache.
@@ -3256,6 +3269,7 @@ def wind_down(server: Server, outbox: socket.socket) -> None:
         patience = DRAIN_SECONDS if engine.state == "ready" else 0
         server.idle.wait_for(lambda: not server.active, patience)
     engine.stop()
+    engine.abandon(SHUTTING_DOWN)
     with server.idle:
         server.idle.wait_for(lambda: not server.active, 2)
     engine.thread.join(2 if engine.state != "loading" else 0)
@@ -3335,6 +3349,9 @@ def serve(args: argparse.Namespace) -> int:
                         allowed_origins=args.allowed_origins)
     except OSError as e:
         return complain(f"cannot listen on {args.host}:{args.port}: {e.strerror}", 1)
+    if args.model and args.model[0] in "/.~" and not Path(args.model).exists():
+        server.server_close()
+        return complain(f"--model {args.model}: no such file or folder", 1)
     if not (args.api_key or args.host in ("127.0.0.1", "::1", "localhost")):
         log.warning("everybody who can reach %s may use this server: set an --api-key", args.host)
     return run(server)
