@@ -1391,6 +1391,7 @@ BAD_VALUES = {  # field: JSON texts, separated by blanks
     "tool_choice": '"required" {} {"type":"function","function":{"name":"f"}}',
     "response_format": '"text" {"type":"json_object"} {"type":"json_schema"} [] {}',
     "chat_template_kwargs": '5 [] {"chat_template":"{{messages}}"} {"tools":[]}',
+    "enable_thinking": "true false", "documents": '[{"text":"x"}]',
     "cache_salt": '"x"', "store": "true", "min_tokens": "5", "modalities": '["audio"]',
     "ignore_eos": "1", "guided_json": '{"type":"object"}', "stream": "1", "user": "5",
     "metadata": '"x"', "bad_words": '["x"]', "web_search_options": "{}"}
@@ -2336,6 +2337,19 @@ def timed(script, figures):
         if all(abs(bench_ms - server_ms) < 5 for bench_ms, server_ms in pairs):
             return timing
     raise AssertionError(pairs)
+
+
+def test_the_texts_of_a_prompts_file_are_unique_too(capsys, tmp_path):
+    file = tmp_path / "chats.json"
+    file.write_text(json.dumps([[system("S"), user("one"), user("two")], [user("x")]]))
+    with scripted() as server:
+        code, _, _ = measure(capsys, "--url", server.url, "--prompts", file, "--repetitions", 4)
+        sent = [body["messages"] for body in server.seen[1:]]  # the first counts tokens
+    assert code == 0 and len(sent) == 4
+    assert {m["content"] for chat in sent for m in chat if m["role"] == "system"} == {"S"}
+    texts = [m["content"] for chat in sent for m in chat if m["role"] == "user"]
+    firsts = {text[: text.index(")")] for text in texts}
+    assert len(firsts) == 4 and all(text.endswith((" one", " two", " x")) for text in texts)
 
 
 def test_role_chunks_empty_chunks_and_comments_are_not_the_first_token():
