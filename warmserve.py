@@ -1859,6 +1859,10 @@ class Warmer:
         log.info("Warm-up done (strict-prefix): %d completed, %d skipped, %d prompt tokens in "
                  "%.1fs", len(warmed), len(self.prompts) - len(warmed),
                  sum(len(p.ids) for p in warmed), self.elapsed)
+        pinned = sum(e.nbytes for e in engine.cache.entries.values() if e.pinned)
+        if pinned > 0.9 * engine.cache.max_bytes > 0:
+            log.warning("warm prompts fill %.0f of the prefix cache's %.0f MB: little else is kept",
+                        pinned / 1e6, engine.cache.max_bytes / 1e6)
 
     async def prefill(self, engine: Engine, prompt: WarmPrompt, gate: asyncio.Semaphore) -> None:
         """Store one entry, pinned."""
