@@ -1928,7 +1928,7 @@ def parse_fields(body: dict[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         kind, *span = FIELDS[name]
         # To isinstance, true would be an integer. NaN is in no span, nor is 1e999, an infinity.
-        fits = type(value) is kind or (kind is float and type(value) is int)
+        fits = type(value) in ((int, float) if kind is float else (kind,))
         if not fits or (span and not span[0] <= value <= span[1]):
             limits = " from {:g} to {:g}".format(*span) if span else ""
             raise BadRequest(f"{name} must be {KINDS[kind]}{limits}", name)
@@ -2380,7 +2380,7 @@ class Handler(BaseHTTPRequestHandler):
         hosts, lengths = get_all("Host", []), get_all("Content-Length", [])
         codings = [coding.strip().lower() for coding in get_all("Transfer-Encoding", [])]
         # int() alone would take +5, 1_0 and other scripts' digits, but no 5,000 zeros.
-        digits = re.fullmatch("0*([0-9]{0,20})[0-9]*", lengths[0] if lengths else "0")
+        digits = re.fullmatch("0*([0-9]{0,20})[0-9]*", [*lengths, "0"][0])
         self.chunked, self.length = bool(codings), int(digits[1] or 0) if digits else 0
         for wrong, status, message in (
             # Behind a header with a blank before its colon, the parser sees no more headers.
@@ -2923,7 +2923,7 @@ def svg_lines(lines: list[tuple[float, str, str]]) -> str:
 
 def svg_chart(rows: list[dict], shared: dict[str, str]) -> str:
     """A bar for every TTFT. Each says its own figure, so that the chart needs no axis."""
-    columns = [column for column in rows[0] if column.endswith("ttft_ms")] if rows else []
+    columns = [column for column in next(iter(rows), {}) if column.endswith("ttft_ms")]
     scale = 480 / max([row[column] or 0 for row in rows for column in columns] + [1e-9])
     title = ["Median time to first token (TTFT)", *filter(None, shared.values())]
     # All lines are alike, with a bar or without one.
@@ -3353,7 +3353,7 @@ def serve(args: argparse.Namespace) -> int:
                         allowed_origins=args.allowed_origins)
     except OSError as e:
         return complain(f"cannot listen on {args.host}:{args.port}: {e.strerror}", 1)
-    if args.model and args.model[0] in "/.~" and not Path(args.model).exists():
+    if re.match("[/.~]", str(args.model)) and not Path(args.model).exists():
         server.server_close()
         return complain(f"--model {args.model}: no such file or folder", 1)
     if not (args.api_key or args.host in ("127.0.0.1", "::1", "localhost")):
