@@ -1147,6 +1147,20 @@ def test_a_model_that_cannot_be_split_is_one_line_from_one_rank(model_path):
     assert len(lines) == 1 and "has no shard() for models of type mamba2" in lines[0], err
 
 
+def test_a_lost_rank_fails_the_server_though_its_engine_waits_for_it(model_path):
+    with running(model_path("qwen3")) as engine, serving(engine) as client:
+        gate = threading.Event()
+        engine.loop.call_soon_threadsafe(gate.wait)  # as inside mlx, for the one that is gone
+        seq = ask(engine, [user("hi")])
+        engine.lose("rank 1: it is gone")
+        assert seq.events.get(timeout=10) == ws.Done("error", "rank 1: it is gone")
+        status, _, body = client.request("GET", "/health")
+        assert (status, body) == (503, {"status": "failed"})
+        assert client.status()["status"] == "failed" and client.chat(user("hi"))[0] == 503
+        gate.set()
+        engine.send("stop")
+
+
 def test_a_rank_that_hangs_in_a_step_is_noticed(monkeypatch):
     monkeypatch.setenv("MLX_RANK", "0")
     monkeypatch.setattr(ws, "HANG_SECONDS", 0.05)

@@ -763,11 +763,16 @@ class PrefixCache:
         self.entries.pop(entry.key, None)
         self.entries[entry.key] = entry
 
-    def pin(self, key: bytes, pinned: bool = True) -> bool:
-        """Pin or unpin an entry. False if there is none."""
+    def pin(self, key: bytes) -> bool:
+        """Keep an entry for good. False if there is none."""
         if entry := self.entries.get(key):
-            entry.pinned = pinned
+            entry.pinned = True
         return entry is not None
+
+    def unpin(self) -> None:
+        """All entries may leave again, until they are pinned anew."""
+        for entry in self.entries.values():
+            entry.pinned = False
 
     def clear(self) -> None:
         """Drop everything. Running sequences have forks of their own and finish undisturbed, but
@@ -1382,8 +1387,7 @@ class Engine:
             self.clears.popleft().set()
 
     def do_unpin(self) -> None:
-        for entry in self.cache.entries.values():
-            entry.pinned = False
+        self.cache.unpin()
 
     def do_stop(self) -> None:
         self.stopping = True
