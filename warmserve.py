@@ -254,7 +254,8 @@ class Sequence:
 # Messages -> text -> token ids, by one path for requests and for warm prompts: a prefix rendered or
 # encoded in any other way than the request would never match it.
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+LEADING = ("system", "developer")  # they begin a conversation, before its first turn
+ROLES = (*LEADING, "user", "assistant", "tool")
 
 # Clients may set the variables of a template, but not bring their own or say how it is applied.
 RESERVED = {"chat_template", "messages", "conversation", "tools", "tokenize", "truncation",
@@ -314,7 +315,9 @@ def check_message(message: Any) -> dict[str, Any]:
         content = ""
     if not isinstance(calls, list) or not all(is_function(call) for call in calls):
         raise BadRequest("malformed tool_calls")
-    return {**message, "content": check_content(content)}
+    # SDKs send an answer back with "tool_calls": null, and to templates that is a call.
+    known = {key: value for key, value in message.items() if value not in (None, [])}
+    return {**known, "content": check_content(content)}
 
 
 def check_messages(messages: Any) -> Messages:
@@ -340,7 +343,7 @@ def fold_late_system(messages: Messages) -> Messages:
     folded: Messages = []
     late: list[str] = []
     for message in messages:
-        if message["role"] == "system" and folded and folded[-1]["role"] != "system":
+        if message["role"] == "system" and folded and folded[-1]["role"] not in LEADING:
             late.append(message["content"])
         elif message["role"] == "user" and late:
             folded.append({**message, "content": "\n\n".join([*late, message["content"]])})
@@ -497,8 +500,8 @@ class ChatTokenizer:
         """work(*arguments), computed once a day: templates print dates."""
         text = json.dumps([str(date.today()), work.__name__, *arguments])
         key = hashlib.sha256(text.encode()).digest()  # clients may send megabytes
-        if key in self.memo:
-            return self.memo[key]
+        if (known := self.memo.get(key)) is not None:
+            return known
         with self.lock:  # eight requests with one unseen system prompt split it once
             if key not in self.memo:
                 if len(self.memo) >= 1000:  # agents are few, but clients may be hostile
@@ -510,7 +513,7 @@ class ChatTokenizer:
         self, ids: list[int], messages: Messages, tools: Tools, kwargs: dict[str, Any]
     ) -> int:
         """How many of a prompt's first tokens are its system messages and tools."""
-        head = list(takewhile(lambda m: m["role"] in ("system", "developer"), messages))
+        head = list(takewhile(lambda m: m["role"] in LEADING, messages))
         prefix = self.remember(self.packed_split, head, tools, kwargs) if head or tools else b""
         packed = array("I", ids[: len(prefix) // 4]).tobytes()
         return len(prefix) // 4 if packed == prefix else 0  # 0: a clock, or midnight
@@ -795,6 +798,7 @@ CPU_CHUNK, GPU_CHUNK = 256, 2048  # measured on x86 and on an H200
 FINAL_PASS = {"cpu": 96, "metal": 128, "cuda": 1024}
 CACHE_SHARE = 0.2  # of the device's memory, for the prefix cache
 SHUTTING_DOWN = "the server is shutting down"
+MAX_BOUNDARIES = 8  # of a prompt: each costs a pass, and a hostile crowd could ask for hundreds
 AGEING = 0.5  # a token computed for others since its arrival moves a sequence up by half a token
 
 
@@ -873,6 +877,7 @@ class OneRank:
     """The usual case: one process, nobody to share anything with. Ranks, below, is the other."""
 
     rank = 0
+    alone = True
 
     def join(self, lost: Callable[[str], None]) -> None:
         """Meet the others, before the model is loaded. lost is called when one of them is gone."""
@@ -1152,7 +1157,9 @@ class ModelRunner:
         """Logprobs (4, vocab_size) a prompt: of its next token, and of three after forced ones."""
         rows: dict[int, list[Any]] = {}
         for ids in prompts:
-            seq = Sequence(ids, SamplingParams(max_tokens=4), kv=self.new_kv())
+            # 7 may be the end of a turn in somebody's vocabulary: a row must not stop at it.
+            params = SamplingParams(max_tokens=4, ignore_eos=True)
+            seq = Sequence(ids, params, kv=self.new_kv())
             seq.sampler = lambda logprobs: mx.full((len(logprobs),), 7, dtype=mx.uint32)
             _, logprobs = self.first_token(seq)
             self.vocab_size, self.sample_kv = logprobs.size, copy.deepcopy(seq.kv)
@@ -1264,9 +1271,12 @@ class Engine:
         return done
 
     def stop(self) -> None:
-        """End the engine after this step; sequences that are still live end with an error."""
-        if self.state == "ready":
-            self.send("stop")
+        """Take no more sequences, and end after this step; those still live end with an error."""
+        with self.lock:
+            if self.state != "ready":
+                return
+            self.state = "stopped"
+        self.send("stop")
 
     def memory(self) -> tuple[int, int]:
         """Bytes that mlx holds now, and the most it ever held."""
@@ -1290,7 +1300,8 @@ class Engine:
             end, self.error = "failed", describe_error(e)
         self.state = end
         self.ranks.leave(self.error)
-        if hasattr(self, "runner"):
+        # With another rank gone, mlx would wait for it, or abort before the clients are told.
+        if hasattr(self, "runner") and (self.ranks.alone or not self.error):
             self.runner.close()
         self.on_end()
 
@@ -1344,7 +1355,7 @@ class Engine:
             raise
         finally:
             with self.lock:
-                self.state = "stopped"
+                self.state = "failed" if self.error else "stopped"
             for task in tasks:
                 task.cancel()
             self.rows = {}  # the batch ends with the engine
@@ -1442,7 +1453,8 @@ class Engine:
         room = min(len(seq.prompt_ids), len(leader.prompt_ids) + leader.pinned) - 1
         n = min(common_prefix(leader.key, seq.key), room)
         known = max([seq.num_reusable, *(b for b in leader.boundaries if b <= n)])
-        if self.cache.max_bytes and n - max(leader.num_prefilled, known) >= WORTHWHILE:
+        worth = n - max(leader.num_prefilled, known) >= WORTHWHILE
+        if self.cache.max_bytes and worth and len(leader.boundaries) < MAX_BOUNDARIES:
             leader.boundaries = sorted({*leader.boundaries, n})
 
     def is_follower(self, seq: Sequence) -> bool:
@@ -1555,7 +1567,7 @@ class Engine:
             pieces = seq.output.add(token)
             if seq.params.top_logprobs is not None:
                 told = (self.runner.describe(token, logprobs, seq.params.top_logprobs),)
-                pieces = pieces or [("normal", "")]
+                pieces = pieces or [(seq.output.channel, "")]
         for channel, text in pieces:
             seq.events.put(Delta(text, channel, told))
             told = ()
@@ -1599,12 +1611,16 @@ class Engine:
         seq.events.put(Done(reason, error))
 
     def fail(self, sequences: list[Sequence], error: Exception) -> None:
-        """End these with an error. Raises when the model cannot compute any more."""
+        """End these with an error. Raises when the model cannot compute any more, or when there
+        are other ranks: they may have finished the pass, and would wait for this one in the next.
+        """
         log.error("%d sequences failed: %s", len(sequences), describe_error(error))
         log.debug("because of", exc_info=error)
         self.num_errors += len(sequences)
         for seq in sequences:
             self.finish(seq, "error", describe_error(error))
+        if not self.ranks.alone:
+            raise error
         self.runner.check_alive()
 
 
@@ -1620,6 +1636,8 @@ class Ranks(OneRank):
     GPUs would spin, and the death of a rank would leave the others waiting. A socket closes with
     its process. Back comes None for every finished step, and what went wrong, if something did.
     """
+
+    alone = False
 
     def __init__(self, pipeline: bool) -> None:
         self.rank, self.pipeline = int(os.environ["MLX_RANK"]), pipeline
@@ -1677,7 +1695,8 @@ class Ranks(OneRank):
 
     def share(self, commands: list[Any]) -> list[Any]:
         if self.rank == 0:
-            self.num_shared, self.shared_at = self.num_shared + 1, time.monotonic()
+            self.shared_at = time.monotonic()  # first: watch() reads it when it sees a new step
+            self.num_shared += 1
             for peer in self.peers:
                 peer.send(commands)
             return commands
@@ -1801,32 +1820,43 @@ class Warmer:
 
     def __init__(self, path: str | None, prompts: list[WarmPrompt], concurrency: int = 4) -> None:
         self.path, self.prompts, self.concurrency = path, prompts, concurrency
-        self.state = "running" if prompts else "off"  # then "done"
+        self.busy = bool(prompts)
         self.booted = not prompts  # the warm-up of the boot is over
         self.file_error: str | None = None
         self.elapsed = 0.0  # seconds, of the last warm-up
-        self.request = asyncio.Event()
+        self.asked, self.request = False, asyncio.Event()  # by rewarm; for run, to wait for
+
+    @property
+    def state(self) -> str:
+        """off, running or done."""
+        running = self.busy or self.asked or self.request.is_set()
+        return "off" if not self.prompts else "running" if running else "done"
 
     def rewarm(self, engine: Engine) -> bool:
         """Warm up again, after a clear. False if there is nothing to warm or nobody to do it."""
         if not self.prompts or engine.state != "ready":
             return False
-        self.state = "running"  # already now, for who looks at it next
-        engine.loop.call_soon_threadsafe(self.request.set)
+        self.asked = True
+        with contextlib.suppress(RuntimeError):  # the loop has just been closed
+            engine.loop.call_soon_threadsafe(self.request.set)
         return True
 
     async def run(self, engine: Engine) -> None:
         while self.prompts:
-            day = date.today()  # before: midnight may come while it warms up
-            await self.warm_all(engine)
-            self.booted = True
-            while day == date.today() or not engine.chat.prints_date:
+            day, self.busy = date.today(), True  # before: midnight may come while it warms up
+            if self.request.is_set():
+                self.asked = False
+                self.request.clear()
+                await asyncio.to_thread(self.reload)
+            try:
+                await self.warm_all(engine)
+            finally:
+                self.booted, self.busy = True, False
+            while not self.request.is_set() and (
+                    day == date.today() or not engine.chat.prints_date):
                 pause = DATE_CHECK - time.time() % DATE_CHECK
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.request.wait(), pause)
-                    self.request.clear()
-                    self.reload()
-                    break
 
     def reload(self) -> None:
         """Read the file again, so that an edit takes effect; a broken one changes nothing."""
@@ -1842,7 +1872,7 @@ class Warmer:
     async def warm_all(self, engine: Engine) -> None:
         """Warm every entry, a few at a time, and log what became of them. What is still in the
         cache costs nothing."""
-        begin, self.state = time.monotonic(), "running"
+        begin = time.monotonic()
         # All are cut before the first is computed, so that it stops where others will branch off.
         engine.send("unpin")  # yesterday's, or what the file had before: what stays is pinned again
         for prompt in self.prompts:
@@ -1859,7 +1889,7 @@ class Warmer:
         gate = asyncio.Semaphore(self.concurrency)
         await asyncio.gather(*(self.attempt(p, self.prefill(engine, p, gate)) for p in pending))
         warmed = [p for p in self.prompts if p.status == "warmed"]
-        self.elapsed, self.state = time.monotonic() - begin, "done"
+        self.elapsed = time.monotonic() - begin
         log.info("Warm-up done (strict-prefix): %d completed, %d skipped, %d prompt tokens in "
                  "%.1fs", len(warmed), len(self.prompts) - len(warmed),
                  sum(len(p.ids) for p in warmed), self.elapsed)
@@ -1870,7 +1900,8 @@ class Warmer:
 
     async def prefill(self, engine: Engine, prompt: WarmPrompt, gate: asyncio.Semaphore) -> None:
         """Store one entry, pinned."""
-        seq = Sequence(prompt.ids, SamplingParams(), sorted(prompt.boundaries), pinned=True)
+        seq = Sequence(prompt.ids, SamplingParams(max_tokens=0), sorted(prompt.boundaries),
+                       pinned=True)
         # A completion of one token would leave that token in the caches: recurrent states cannot
         # take it back, and the entry would never match. So nothing is sampled.
         async with gate:
@@ -2067,8 +2098,8 @@ class Reply:
 
     def token(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self.chat.token_bytes(token_id)  # may be half a character
-        return {"token": raw.decode("utf-8", "replace"), "logprob": min(0.0, logprob),
-                "bytes": list(raw)}
+        logprob = max(-9999.0, min(0.0, logprob))  # JSON knows no infinity; OpenAI's floor
+        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
 
     def usage(self) -> dict[str, Any]:
         prompt, completion = len(self.seq.prompt_ids), self.seq.num_completion
@@ -2346,8 +2377,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.active += 1
         try:
             self.check_framing()
-            self.check_access()
             self.body_is_read = not self.chunked and not self.length
+            self.check_access()
             name, arguments = self.find_route()
             self.body = self.read_body()
             getattr(self, name)(*arguments)
@@ -2409,6 +2440,7 @@ class Handler(BaseHTTPRequestHandler):
                 return
             host = urllib.parse.urlsplit(f"//{headers.get('Host', 'localhost')}").hostname or ""
         except ValueError:  # "http://["
+            self.close_connection = True
             raise ApiError(400, "malformed URL or Host") from None
         # A page whose own name is made to point here, by DNS, still sends that name as Host.
         if host not in server.hosts and not re.fullmatch(is_address, host):
