@@ -407,7 +407,7 @@ def chat_of(model_path) -> Callable[..., ws.ChatTokenizer]:
 @pytest.mark.parametrize("template", ["chatml", "thinking", "folded", "dated", "inst"])
 def test_the_warmed_prefix_is_the_beginning_of_every_prompt(chat_of, template):
     chat = chat_of(template)
-    prefix = chat.probe_split([system()], None, {})
+    prefix = chat.probe_split([system()], None, {}).ids
     assert "same long system text" in chat.tokenizer.decode(prefix)
     for text in [*AWKWARD, "Alphabet", "?!", "x" * 500]:
         ids = chat.chat_ids([system(), user(text)], None, {})
@@ -417,13 +417,13 @@ def test_the_warmed_prefix_is_the_beginning_of_every_prompt(chat_of, template):
 
 def test_the_cut_loses_at_most_three_tokens(chat_of):
     chat = chat_of("chatml")
-    prefix = chat.probe_split([system()], None, {})
+    prefix = chat.probe_split([system()], None, {}).ids
     two = [chat.chat_ids([system(), user(text)], None, {}) for text in ("Zulu", "Alpha")]
     assert len(ws.shared_head(two)) - len(prefix) <= 3
 
 
 def test_no_piece_of_a_probe_is_warmed(chat_of):
-    prefix = chat_of("chatml").probe_split([system()], None, {})
+    prefix = chat_of("chatml").probe_split([system()], None, {}).ids
     assert chat_of("chatml").tokenizer.decode(prefix).endswith("<|im_start|>user")
 
 
@@ -856,7 +856,7 @@ def test_requests_that_share_a_new_system_prompt_prefill_it_once(slow):
     seqs = in_one_step(slow, *questions)
     for seq in seqs:
         answer(seq)
-    shared = len(slow.chat.probe_split([system()], None, {}))
+    shared = len(slow.chat.probe_split([system()], None, {}).ids)
     suffixes = sum(len(seq.prompt_ids) - shared for seq in seqs)
     assert sum(slow.passes) <= shared + suffixes
     assert sorted(seq.num_cached for seq in seqs)[1] >= shared

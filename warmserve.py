@@ -337,6 +337,11 @@ def turn(role: str, content: str = "q", **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
+def leading(messages: Messages) -> Messages:
+    """The system messages before the first turn."""
+    return list(takewhile(lambda message: message["role"] in LEADING, messages))
+
+
 def fold_late_system(messages: Messages) -> Messages:
     """System messages behind the first turn become the beginning of the next user message, for
     templates that refuse or drop them. Moving them to the front would change the prefix."""
@@ -353,11 +358,39 @@ def fold_late_system(messages: Messages) -> Messages:
     return [*folded, turn("user", "\n\n".join(late))] if late else folded
 
 
+def pack_ids(ids: list[int]) -> bytes:
+    """Token ids as bytes, four each: a ninth of a list's size, and compared at memcmp's speed."""
+    return array("I", ids).tobytes()
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    return array("I", packed).tolist()
+
+
 def shared_head(encodings: list[list[int]]) -> list[int]:
     """The token ids with which all the encodings begin."""
     first, last = min(encodings), max(encodings)  # in sorted order, these two differ first
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
     return [token_id for token_id, _ in pairs]
+
+
+@dataclass(frozen=True)
+class Head:
+    """How every prompt with certain system messages and tools begins."""
+
+    packed: bytes = b""  # its token ids
+    text: str = ""  # its text up to its last special token, where the encoding can be cut
+    num_text: int = 0  # how many of the token ids that text is
+
+    @property
+    def ids(self) -> list[int]:
+        return unpack_ids(self.packed)
+
+    def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Token ids of a prompt, of which only what comes behind this head is encoded."""
+        if not text.startswith(self.text):  # a clock, or midnight
+            return encode(text)
+        return self.ids[: self.num_text] + encode(text[len(self.text) :])
 
 
 class ChatTokenizer:
@@ -377,6 +410,8 @@ class ChatTokenizer:
         self.lock = threading.Lock()
         vocab, template = tokenizer.get_vocab(), str(tokenizer.chat_template)
         self.longest = max(map(len, vocab))  # characters in a token
+        added = tokenizer.added_tokens_decoder.values()
+        self.special = [str(token) for token in added if token.special]
         # How GPT-2 spells bytes. SentencePiece, known by its blank, writes text as it is.
         spelling = {} if "\u2581" in vocab else bytes_to_unicode()
         self.alphabet = {char: byte for byte, char in spelling.items()}
@@ -406,16 +441,18 @@ class ChatTokenizer:
         """(1) Checked messages as a sequence. Its boundary is the end of the system prompt and
         tools, for other conversations to continue from."""
         messages = self.normalise(messages)
-        text = self.render(messages, tools, kwargs)
+        text, ids = self.render(messages, tools, kwargs), None
         # What cannot fit is not encoded: a few such requests would take seconds and gigabytes.
-        ids = self.encode(text) if len(text) <= self.context * self.longest else None
+        if len(text) <= self.context * self.longest:
+            head = self.memo.get(self.memo_key(self.probe_split, leading(messages), tools, kwargs))
+            ids = (head or Head()).encode(text, self.encode)
         if ids is None or len(ids) >= self.context:
             size = f"{len(ids)} tokens" if ids else f"{len(text)} characters"
             raise BadRequest(f"This model's maximum context length is {self.context} tokens, the "
                              f"prompt has {size}", "messages", "context_length_exceeded")
-        head = self.head_length(ids, messages, tools, kwargs)
+        length = self.head_length(ids, messages, tools, kwargs)
         opened = self.tokenizer.has_thinking and text.rstrip().endswith(self.tokenizer.think_start)
-        return Sequence(ids, params, boundaries=[head] if 0 < head < len(ids) else [],
+        return Sequence(ids, params, boundaries=[length] if 0 < length < len(ids) else [],
                         stable=self.stable_length(ids, kwargs), thinking=bool(opened))
 
     def normalise(self, messages: Messages) -> Messages:
@@ -460,26 +497,43 @@ class ChatTokenizer:
     def chat_ids(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> list[int]:
         return self.encode(self.render(messages, tools, kwargs))
 
-    def probe_split(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> list[int]:
-        """(1), (9) The token ids of every prompt that continues these messages with a user's
-        message. Requests, through head_length, and warm prompts are cut here, at the same token.
+    def probe(
+        self, messages: Messages, tools: Tools, kwargs: dict[str, Any]
+    ) -> list[tuple[str, list[int]]]:
+        """Prompts that continue these messages with a user's message: text and token ids."""
+        # Never without a user's message: one template in ten refuses that, or loses the system's.
+        prompts = []
+        for text in PROBES:
+            try:
+                prompt = self.render([*messages, turn("user", text)], tools, kwargs)
+                prompts.append((prompt, self.encode(prompt)))
+            except BadRequest:
+                if text:  # a few templates refuse an empty message: then nobody can send one
+                    raise
+        return prompts
 
-        Cut in token space: the common *text* of the renderings, encoded on its own, would end in
+    def probe_split(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> Head:
+        """(1), (9) How every prompt begins that continues these messages with a user's message.
+        Requests, through head_length, and warm prompts are cut here, at the same token.
+
+        Cut in token space: the common *text* of the prompts, encoded on its own, would end in
         tokens that become others as soon as a user's text follows.
         """
-        # Never without a user's message: one template in ten refuses that, or loses the system's.
-        encodings = []
-        for probe in PROBES:
-            try:
-                encodings.append(self.chat_ids([*messages, turn("user", probe)], tools, kwargs))
-            except BadRequest:
-                if probe:  # a few templates refuse an empty message: then nobody can send one
-                    raise
-        head = shared_head(encodings)
+        prompts = self.probe(messages, tools, kwargs)
+        ids = shared_head([ids for _, ids in prompts])
         # A blank at its end would join the user's first word, in some vocabulary with any word.
-        while head and self.tokenizer.decode(head[-1:]).endswith(" "):
-            head.pop()
-        return head
+        while ids and self.tokenizer.decode(ids[-1:]).endswith(" "):
+            ids.pop()
+        # A special token parts a text: what stands before it and what comes behind are encoded
+        # each on its own. If this tokenizer agrees, which all probes try out, the text up to the
+        # last one need not be encoded again with every request.
+        text = os.path.commonprefix([text for text, _ in prompts])
+        cut = max(map(text.rfind, self.special), default=0)
+        known = self.encode(text[: max(cut, 0)])
+        parts = all(known + self.encode(text[cut:]) == whole for text, whole in prompts)
+        if cut <= 0 or not parts or len(known) > len(ids):
+            cut, known = 0, []
+        return Head(pack_ids(ids), text[:cut], len(known))
 
     def unstable_tail(self, kwargs: dict[str, Any]) -> int:
         """How many last tokens of a prompt its continuation will not have.
@@ -496,15 +550,18 @@ class ChatTokenizer:
             return 0
         return len(prompt) - len(shared_head([prompt, *later]))
 
+    def memo_key(self, work: Callable[..., Any], *arguments: Any) -> bytes:
+        text = json.dumps([str(date.today()), work.__name__, *arguments])
+        return hashlib.sha256(text.encode()).digest()  # clients may send megabytes
+
     def remember(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """work(*arguments), computed once a day: templates print dates."""
-        text = json.dumps([str(date.today()), work.__name__, *arguments])
-        key = hashlib.sha256(text.encode()).digest()  # clients may send megabytes
+        key = self.memo_key(work, *arguments)
         if (known := self.memo.get(key)) is not None:
             return known
         with self.lock:  # eight requests with one unseen system prompt split it once
             if key not in self.memo:
-                if len(self.memo) >= 1000:  # agents are few, but clients may be hostile
+                if len(self.memo) >= 256:  # agents are few, but clients may be hostile
                     del self.memo[next(iter(self.memo))]
                 self.memo[key] = work(*arguments)
             return self.memo[key]
@@ -513,13 +570,12 @@ class ChatTokenizer:
         self, ids: list[int], messages: Messages, tools: Tools, kwargs: dict[str, Any]
     ) -> int:
         """How many of a prompt's first tokens are its system messages and tools."""
-        head = list(takewhile(lambda m: m["role"] in LEADING, messages))
-        prefix = self.remember(self.packed_split, head, tools, kwargs) if head or tools else b""
-        packed = array("I", ids[: len(prefix) // 4]).tobytes()
-        return len(prefix) // 4 if packed == prefix else 0  # 0: a clock, or midnight
-
-    def packed_split(self, *arguments: Any) -> bytes:
-        return array("I", self.probe_split(*arguments)).tobytes()  # a ninth of a list's size
+        begin = leading(messages)
+        if not begin and not tools:
+            return 0
+        prefix = self.remember(self.probe_split, begin, tools, kwargs).packed
+        num_tokens = len(prefix) // 4
+        return num_tokens if pack_ids(ids[:num_tokens]) == prefix else 0  # 0: a clock, or midnight
 
     def stable_length(self, ids: list[int], kwargs: dict[str, Any]) -> int:
         """How much of a prompt is worth keeping for its next turn; at least one token is left to
@@ -601,11 +657,6 @@ class OutputText:
 # recurrent layer keeps no history that could be cut into blocks, only its state after n tokens.
 #
 # The engine thread fetches and stores; other threads may look at the counters and the entries.
-
-
-def pack_ids(ids: list[int]) -> bytes:
-    """Token ids as bytes, four each: they compare at memcmp's speed."""
-    return array("I", ids).tobytes()
 
 
 def common_prefix(a: bytes, b: bytes) -> int:
@@ -1801,7 +1852,7 @@ def warm_prefix(chat: ChatTokenizer, prompt: WarmPrompt) -> None:
         ids = chat.chat_ids(messages, *rest)
         ids = ids[: chat.stable_length(ids, prompt.kwargs)]
     else:
-        ids = chat.probe_split(messages, *rest)
+        ids = chat.probe_split(messages, *rest).ids
         messages = [*messages, turn("user")]
     if not chat.is_stable(messages, *rest):
         raise BadRequest("its rendering changes from one moment to the next (a clock?)")
