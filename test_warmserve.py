@@ -511,11 +511,11 @@ def test_the_tail_that_history_drops_is_measured(chat_of):
 
 def test_a_clock_makes_a_rendering_unstable_but_a_date_does_not(chat_of):
     messages = [system(), user("q")]
-    assert not chat_of("clock").is_stable(messages, None, {})
-    assert chat_of("dated").is_stable(messages, None, {})
+    assert not chat_of("clock").is_timeless(messages, None, {})
+    assert chat_of("dated").is_timeless(messages, None, {})
     minutes = chat_of("dated")
     minutes.tokenizer.chat_template = TEMPLATES["dated"].replace("%d %b %Y", "%H:%M")
-    assert not minutes.is_stable(messages, None, {})
+    assert not minutes.is_timeless(messages, None, {})
     assert minutes.prints_date and not chat_of("chatml").prints_date
 
 
@@ -1042,7 +1042,7 @@ def test_an_idle_engine_uses_no_cpu(qwen):
 
 def test_everything_of_mlx_happens_in_the_engine_thread(model_path, monkeypatch):
     threads = set()
-    for name in ("prefill", "first_token", "decode", "join", "leave", "close", "new_kv"):
+    for name in ("prefill", "first_token", "decode", "add_row", "remove_row", "close", "new_kv"):
         method = getattr(ws.ModelRunner, name)
 
         def noted(*args, method=method, **kwargs):
@@ -1754,7 +1754,7 @@ def test_fuzzed_warm_files_load_or_are_refused_in_one_line(qwen, tmp_path):
             continue
         for prompt in prompts:  # what loads is warmed, or skipped with a reason
             try:
-                ws.warm_prefix(qwen.chat, prompt)
+                ws.cut_warm_prompt(qwen.chat, prompt)
             except ws.BadRequest as e:
                 assert str(e)
 
@@ -1817,21 +1817,21 @@ REFUSED_FRAMINGS = [
 
 @pytest.mark.parametrize("framing", REFUSED_FRAMINGS)
 def test_a_request_that_two_parsers_could_cut_differently_is_refused(client, framing):
-    generation = client.server.engine.cache.generation
+    generation = client.server.engine.cache.num_clears
     raw = client.raw(post(HIDDEN, framing) + GET)
     assert len(statuses(raw)) == 1 and statuses(raw)[0] in (400, 411, 413, 415, 501)
     assert error_of(raw) and b"Connection: close" in raw
-    assert client.server.engine.cache.generation == generation
+    assert client.server.engine.cache.num_clears == generation
 
 
 @pytest.mark.parametrize("path", ["/nope", "/v1/status", "/v1/chat/completions"])
 def test_a_request_hidden_in_a_body_never_runs(client, path):
-    generation = client.server.engine.cache.generation
+    generation = client.server.engine.cache.num_clears
     zeros = f"Content-Length: {len(HIDDEN):030}"  # 30 digits, of which 27 are zeros
     for lines in ((f"Content-Length: {len(HIDDEN)}",), (zeros,)):
         codes = statuses(client.raw(post(HIDDEN, *lines, path=path) + GET))
         assert codes in ([400, 200], [404], [405])
-    assert client.server.engine.cache.generation == generation
+    assert client.server.engine.cache.num_clears == generation
 
 
 def test_a_connection_stays_in_step_after_errors(client):

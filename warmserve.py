@@ -20,19 +20,21 @@ boot, and lets every request that begins the same way continue from there.
     python warmserve.py --model mlx-community/Qwen3-0.6B-8bit --warm-prompts agents.json
     curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hi"}]}'
 
-One file, to be copied, and to be read from here to the end: nothing uses a name before its place.
+One file, to be copied, and to be read from here to the end: classes and functions are defined
+before they are used; inside a class what others call comes first.
 
     1  vocabulary    what travels between threads
     2  tokens        messages -> text -> token ids, and where a prefix ends        any thread
     3  prefix cache  token ids -> stored KV caches                                 engine thread
-    4  engine        ranks, model runner, continuous batching step by step         engine thread
+    4  engine        model runner, continuous batching step by step, ranks         engine thread
     5  warm-up       the warm prompts file becomes cache entries                   engine thread
     6  wire format   every JSON key of the HTTP API                                HTTP threads
     7  http          routes, limits, who may ask for what                          HTTP threads
     8  bench         bench-serve, a client that measures cold and warm TTFT        main thread
     9  cli           flags, start, stop                                            main thread
 
-A request goes right, its answer comes back left. The numbers stand again at the code.
+A request goes right, its answer comes back left. The numbers are steps of its way, not sections,
+and stand again at the code.
 
     client       HTTP thread                               engine thread
     POST ------> (1) parse, normalise, render, encode ---> (2) wait for a row
@@ -44,24 +46,26 @@ A request goes right, its answer comes back left. The numbers stand again at the
                                                            (7) detokenize, stop, store, finish
     boot, DELETE: (9) cut each warm prompt where the user's text begins, prefill, store
 
-Words, each used in one meaning only:
+Words, each with one meaning in sections 1 to 5:
 
     prompt       the token ids of one rendered conversation
     KV cache     what the layers keep of the tokens they have seen, one cache object a layer: keys
                  and values for attention, a window of them, or a recurrent state of fixed size
     prefill      the forward passes over a prompt: many tokens a pass, bound by arithmetic
     decode       the passes after it: one token a row, bound by memory bandwidth, so rows share them
+    pass         one run of the model over some tokens
     row          a sequence's place in the decode batch
     step         one turn of the engine loop: some prefill, then one decode pass
     chunk        the part of a prompt that one prefill pass computes
+    head         the tokens with which all prompts with the same system messages and tools begin
     prefix       the first tokens of a prompt; a strict prefix leaves at least one token
     entry        a prefix and its KV caches, stored; pinned: never evicted
-    boundary     a prompt length at which an entry is worth storing
+    boundary     a prompt length at which prefill stops and stores an entry
     fork         a copy of KV caches that shares their data until one side writes
     trim         take the last tokens off KV caches; hybrid models, which have recurrent layers,
                  cannot
     warm, cold   the prefix cache holds, or lacks, the beginning of the prompt
-    follower     a waiting sequence whose next tokens another one is computing
+    follower     a waiting sequence whose next tokens another one, its leader, is computing
     rank         one of several processes that compute a model together
     TTFT         time to first token: request sent -> first piece of text received
     TPOT, ITL    time per output token after the first; gap between two pieces of text
@@ -140,7 +144,18 @@ Tools = list[dict[str, Any]] | None
 KV = list[Any]  # one mlx_lm cache object a layer, for one sequence
 
 # ==== 1. vocabulary ===============================================================================
-# What travels between threads. Only data: nothing here does anything.
+# What travels between threads, and the errors that clients are told. Only data.
+#
+# HTTP threads and the engine thread meet at two points. Down goes Engine.submit(sequence), up comes
+# Sequence.events. A sequence is in exactly one place, and moves from left to right:
+#
+#     submit       do_add        begin           emit_first        finish
+#     -----> inbox ----> waiting ----> prefilling ---------> rows -------> Done in its events
+#                        kv: None      kv: its own,          kv: part of the batch's,
+#                                      a chunk longer        a token longer
+#                                      every pass            every pass
+#
+# What ends early, by a cancel or an error, goes to finish from wherever it is.
 
 
 class ApiError(Exception):
@@ -180,7 +195,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     min_p: float = 0.0
-    repetition_penalty: float = 1.0  # this and the next two look back 20 tokens, as mlx_lm does
+    # These three look back 20 tokens, as mlx_lm does, from the completion into the prompt.
+    repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
@@ -210,7 +226,8 @@ class Delta:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a completion, always the last event. Engine -> HTTP thread."""
+    """The end of a completion. Engine -> HTTP thread. Nobody reads on behind the first one: where
+    there are two, because Engine.abandon() could not wait for the engine, the other is lost."""
 
     finish_reason: str  # "stop", "length", "warmed", "cancelled" or "error"
     error: str | None = None
@@ -220,13 +237,19 @@ class Done:
 class Sequence:
     """One prompt and its completion on their way through the engine."""
 
-    # The submitter fills these in, and then only reads events and counters.
+    # The submitter fills these in.
     prompt_ids: list[int]
     params: SamplingParams
-    boundaries: list[int] = field(default_factory=list)  # lengths to store, len(prompt) at most
+    # Prefill stops at each of these lengths and stores an entry: at the end of the system prompt
+    # (ChatTokenizer.sequence), where the next turn of the chat departs (Engine.begin), and where a
+    # prompt that waits (Engine.lead) or a neighbour in the warm prompts file (Warmer) departs.
+    boundaries: list[int] = field(default_factory=list)
     stable: int = 0  # how much of the prompt its own next turn will repeat
     thinking: bool = False  # the end of the prompt has opened a think block
-    pinned: bool = False  # a warm prompt: store it for good, generate nothing
+    # A warm prompt: prefilled to its last token, which is a boundary, and stored there for good. It
+    # samples nothing, and statistics do not count it as a request.
+    pinned: bool = False
+    # The submitter reads these.
     events: SimpleQueue[Delta | Done] = field(default_factory=SimpleQueue)
     num_cached: int = 0  # prompt tokens that came out of the prefix cache
     num_completion: int = 0  # tokens sampled so far
@@ -236,15 +259,16 @@ class Sequence:
     kv: KV | None = None  # has seen prompt_ids[:num_prefilled]; None before and after prefill
     num_prefilled: int = 0
     num_reusable: int = 0  # while waiting: tokens that the cache would save, an estimate
-    generation: int = 0  # of the prefix cache when prefill began
-    arrived: int = 0  # Engine.num_prefilled at its arrival: the clock by which it ages
+    num_clears: int = 0  # of the prefix cache when prefill began
+    arrived: int = 0  # Engine.clock at its arrival
     uid: int | None = None  # its row in the decode batch
     sampler: Any = None
     processors: list[Any] = field(default_factory=list)  # penalties and logit bias
     output: Any = None  # OutputText
 
     def __reduce__(self) -> Any:
-        """What other ranks need to compute the same: as it was submitted, with its number."""
+        """Pickled is what other ranks need: the fields as submitted, and the number that rank 0
+        has given it. Events and counters are each rank's own."""
         submitted = (self.prompt_ids, self.params, self.boundaries, self.stable, self.thinking,
                      self.pinned)
         return Sequence, submitted, {"id": self.id, "key": self.key}
@@ -252,7 +276,11 @@ class Sequence:
 
 # ==== 2. tokens ===================================================================================
 # Messages -> text -> token ids, by one path for requests and for warm prompts: a prefix rendered or
-# encoded in any other way than the request would never match it.
+# encoded in any other way than the request would never match it. The path has three steps:
+#
+#     normalise   messages as clients send them -> in the shape that this model's template takes
+#     render      -> one string, by the template: "<|im_start|>system\nYou are ...<|im_end|>\n..."
+#     encode      -> token ids
 
 LEADING = ("system", "developer")  # they begin a conversation, before its first turn
 ROLES = (*LEADING, "user", "assistant", "tool")
@@ -369,7 +397,9 @@ def unpack_ids(packed: bytes) -> list[int]:
 
 def shared_head(encodings: list[list[int]]) -> list[int]:
     """The token ids with which all the encodings begin."""
-    first, last = min(encodings), max(encodings)  # in sorted order, these two differ first
+    # Of [1 2 5 7], [1 2 6] and [1 2 9], the first and the last in sorted order share [1 2]. What
+    # stands between them in that order begins so, too.
+    first, last = min(encodings), max(encodings)
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
     return [token_id for token_id, _ in pairs]
 
@@ -416,8 +446,9 @@ class ChatTokenizer:
         spelling = {} if "\u2581" in vocab else bytes_to_unicode()
         self.alphabet = {char: byte for byte, char in spelling.items()}
 
-        # Of 183 templates of real models 81 drop a developer message without a word and 32 raise;
-        # 50 raise on arguments in a string, 31 quote it twice, and some can only join a string.
+        # What the template does is tried out, by looking for MARK in what it prints. Of 183
+        # templates of real models 81 drop a developer message without a word and 32 raise; 50
+        # raise on arguments in a string, 31 quote it twice, and some can only join a string.
         self.prints_date = "strftime_now" in template
         self.knows_developer = "developer" in template
         system, user, reply = turn("system"), turn("user"), turn("assistant")
@@ -427,6 +458,7 @@ class ChatTokenizer:
         self.shows_tools = self.shows(MARK, [system, user], [tool])
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"k": MARK}}}
         calls = [user, {**reply, "tool_calls": [call]}, turn("tool", tool_call_id="1"), user]
+        # A template that expects a string prints an object the way Python does, with single quotes.
         self.wants_object = self.shows(MARK, calls) and not self.shows("{'k'", calls)
 
     def shows(self, text: str, messages: Messages, tools: Tools = None) -> bool:
@@ -519,21 +551,27 @@ class ChatTokenizer:
         Cut in token space: the common *text* of the prompts, encoded on its own, would end in
         tokens that become others as soon as a user's text follows.
         """
+        #     probe "7"      ... <|im_start|> user \n 7      the text before it ends in "user\n",
+        #     probe "\n\nx"  ... <|im_start|> user \n\n\n x  whose last token is another one here
+        #     head           ... <|im_start|> user           is what the token ids agree on
         prompts = self.probe(messages, tools, kwargs)
         ids = shared_head([ids for _, ids in prompts])
         # A blank at its end would join the user's first word, in some vocabulary with any word.
         while ids and self.tokenizer.decode(ids[-1:]).endswith(" "):
             ids.pop()
-        # A special token parts a text: what stands before it and what comes behind are encoded
-        # each on its own. If this tokenizer agrees, which all probes try out, the text up to the
-        # last one need not be encoded again with every request.
-        text = os.path.commonprefix([text for text, _ in prompts])
-        cut = max(map(text.rfind, self.special), default=0)
-        known = self.encode(text[: max(cut, 0)])
-        parts = all(known + self.encode(text[cut:]) == whole for text, whole in prompts)
-        if cut <= 0 or not parts or len(known) > len(ids):
-            cut, known = 0, []
-        return Head(pack_ids(ids), text[:cut], len(known))
+        text = self.cut_text(prompts)
+        known = self.encode(text)
+        return Head(pack_ids(ids), *((text, len(known)) if known == ids[: len(known)] else ()))
+
+    def cut_text(self, prompts: list[tuple[str, list[int]]]) -> str:
+        """Of the beginning of these prompts, given with their token ids, as much as need not be
+        encoded again with every request: up to its last special token. What stands before such a
+        token and what comes behind are encoded each on its own; here that is tried out."""
+        common = os.path.commonprefix([text for text, _ in prompts])
+        cut = max([0, *map(common.rfind, self.special)])
+        known = self.encode(common[:cut])
+        parts = all(known + self.encode(text[cut:]) == ids for text, ids in prompts)
+        return common[:cut] if parts else ""
 
     def unstable_tail(self, kwargs: dict[str, Any]) -> int:
         """How many last tokens of a prompt its continuation will not have.
@@ -541,6 +579,8 @@ class ChatTokenizer:
         A generation prompt that opens a think block is not what the template prints for the same
         turn once it is history: an entry that included it would never match the next turn.
         """
+        #     this turn    ... <|im_start|> assistant \n <think> \n      the tail: "<think>\n"
+        #     the next     ... <|im_start|> assistant \n Paris.  <|im_end|> ...
         user = turn("user")
         try:
             prompt = self.chat_ids([user], None, kwargs)
@@ -550,16 +590,19 @@ class ChatTokenizer:
             return 0
         return len(prompt) - len(shared_head([prompt, *later]))
 
+    # The memo spares requests work that depends on their agent and not on their text, lets eight
+    # requests with one unseen system prompt do that work once, and forgets it when the date turns.
+
     def memo_key(self, work: Callable[..., Any], *arguments: Any) -> bytes:
         text = json.dumps([str(date.today()), work.__name__, *arguments])
         return hashlib.sha256(text.encode()).digest()  # clients may send megabytes
 
     def remember(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """work(*arguments), computed once a day: templates print dates."""
+        """work(*arguments), computed once a day."""
         key = self.memo_key(work, *arguments)
         if (known := self.memo.get(key)) is not None:
             return known
-        with self.lock:  # eight requests with one unseen system prompt split it once
+        with self.lock:
             if key not in self.memo:
                 if len(self.memo) >= 256:  # agents are few, but clients may be hostile
                     del self.memo[next(iter(self.memo))]
@@ -575,15 +618,17 @@ class ChatTokenizer:
             return 0
         prefix = self.remember(self.probe_split, begin, tools, kwargs).packed
         num_tokens = len(prefix) // 4
-        return num_tokens if pack_ids(ids[:num_tokens]) == prefix else 0  # 0: a clock, or midnight
+        # They differ when the template prints a time, and at midnight: then nothing is stored here.
+        return num_tokens if pack_ids(ids[:num_tokens]) == prefix else 0
 
     def stable_length(self, ids: list[int], kwargs: dict[str, Any]) -> int:
         """How much of a prompt is worth keeping for its next turn; at least one token is left to
         compute, for the same prompt again."""
         return len(ids) - max(1, self.remember(self.unstable_tail, kwargs))
 
-    def is_stable(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> bool:
-        """Whether the rendering stays the same for the day: twice the same, and no time in it."""
+    def is_timeless(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> bool:
+        """Whether the rendering stays the same for the day: twice the same, and no time in it, for
+        a clock that counts minutes would seldom change between the two."""
         begin = datetime.now()
         text, again = (self.render(messages, tools, kwargs) for _ in range(2))
         formats = re.findall(r"strftime_now\(\s*['\"](.*?)['\"]", str(self.tokenizer.chat_template))
@@ -605,10 +650,17 @@ class OutputText:
     """(7) One row's token ids become text that may be sent. What may still turn out to be part of
     a character, a stop string or a marker is held back until that is decided."""
 
+    # Three stages, each with a state of its own; the last two are mlx_lm's TextStateMachine.
+    #     token ids -> detokenizer -> text without half characters
+    #               -> stops       -> text without stop strings, wherever they are: with the stop
+    #                                 string "END", "E" and "N" give nothing, "X" then gives "ENX"
+    #               -> markers     -> (channel, text) pieces without <think>, <tool_call> and such
+
     def __init__(self, chat: ChatTokenizer, stop: tuple[str, ...], thinking: bool) -> None:
         from mlx_lm.generate import TextStateMachine
 
-        self.machine, self.detokenizer = TextStateMachine, chat.tokenizer.detokenizer
+        self.machine = TextStateMachine  # all its functions are static
+        self.detokenizer = chat.tokenizer.detokenizer  # a new one, every time it is asked for
         # A stop string leads to no state at all; the machine drops what comes behind it.
         self.stops = TextStateMachine({"normal": [(s, None) for s in stop]}).make_state()
         first = "reasoning" if thinking else chat.tokenizer.response_initial_state or "normal"
@@ -638,8 +690,9 @@ class OutputText:
         return self.pieces(text, end=True)
 
     def pieces(self, text: str, end: bool = False) -> list[tuple[str, str]]:
-        """Text without its markers. Empty pieces count only where the channel changes: two tool
-        calls may touch."""
+        """Text without its markers, as (channel, text)."""
+        # Empty pieces stay where the channel changes: two calls that touch are ("tool", "{a}"),
+        # ("normal", ""), ("tool", "{b}"), and without the middle one they would look like one.
         self.markers, pieces = self.machine.split(self.markers, text)
         if end:
             self.markers, held, channel = self.machine.flush(self.markers)
@@ -709,10 +762,17 @@ class Entry:
         return len(self.key) // 4
 
     def reusable(self, key: bytes) -> int:
-        """How many tokens of a prompt this entry saves; at least one is left to compute."""
+        """How many tokens of a prompt this entry saves; at least one is left to compute, for the
+        logits that the first token is sampled from."""
+        # For a prompt of 3000 tokens, an entry of
+        #     2000, all of them shared        saves 2000: a whole entry, any kind of cache
+        #     5000, the first 1800 shared     saves 1800 if it can be trimmed, else nothing
+        #     3000, the very same prompt      saves 2999 if it can be trimmed, else nothing
+        #     5000, the first 12 shared       saves nothing
         length = len(key) // 4
         shared = min(common_prefix(self.key, key), length - 1)
-        # The few tokens with which a template begins every prompt are not worth a trimmed copy.
+        # The few tokens with which a template begins every prompt are not worth a trimmed copy, but
+        # for a short prompt they are most of it.
         worth = self.trimmable and (shared >= WORTHWHILE or 2 * shared >= length)
         return shared if shared == self.num_tokens or worth else 0
 
@@ -724,16 +784,21 @@ class Entry:
 class PrefixCache:
     """Token prefixes and their KV caches, within a hard bound of bytes.
 
-    What goes in and out are forks. copy.deepcopy shares an mlx array's buffer until one side
-    writes, so a fork costs no data, and any number of sequences can continue from one entry;
-    copy.copy would let two of them write into one buffer.
+    What goes in and out are forks, so that any number of sequences can continue from one entry.
     """
+
+    # A fork is copy.deepcopy: its arrays share their buffers with the original until one side
+    # writes, which then copies what it writes to. copy.copy would let both write into one buffer.
+    #
+    #     entry   [ system prompt ............ ]
+    #     fork 1  [ the same buffers           ] + tokens of request 1, in buffers of its own
+    #     fork 2  [ the same buffers           ] + tokens of request 2, in buffers of its own
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.largest: Callable[[int], int] = int  # of all ranks: they have to decide alike
         self.entries: dict[bytes, Entry] = {}  # least recently used first
-        self.generation = 0  # how often it was cleared
+        self.num_clears = 0
         self.hits = self.misses = self.tokens_saved = self.evictions = 0
 
     @property
@@ -751,7 +816,9 @@ class PrefixCache:
         # millions, so no tree is kept.
         for entry in self.entries.values():
             n = entry.reusable(key)
-            worth = n + DETOUR * (n == entry.num_tokens) if n else 0
+            bonus = DETOUR if n == entry.num_tokens else 0
+            worth = n + bonus if n else 0
+            # Of two that save the same, the shorter one has less to copy and to trim.
             if worth > score or (best and worth == score and entry.num_tokens < best.num_tokens):
                 best, most, score = entry, n, worth
         return best, most
@@ -776,17 +843,19 @@ class PrefixCache:
         if num_tokens < entry.num_tokens:
             for cache in kv:
                 cache.trim(entry.num_tokens - num_tokens)
-                if type(cache).__name__ == "KVCache":
+                if type(cache).__name__ == "KVCache":  # by name, or mlx_lm had to be imported here
                     # Its trim only lowers an offset. What lies behind is cut off here, or the first
                     # write would copy it, and what is stored later would be charged for it.
                     cache.keys, cache.values = cache.keys_and_values()
         return kv, num_tokens
 
     def store(self, key: bytes, kv: KV, pinned: bool = False) -> str | None:
-        """Keep a fork of the caches under the tokens they have seen. Returns why not, or None."""
+        """Keep a fork of the caches under the tokens they have seen. Returns why it is refused, or
+        None: this entry is there, or a longer one that can be trimmed to it."""
         if known := self.entries.get(key):
             known.pinned |= pinned
-            return self.touch(known)
+            self.touch(known)
+            return None
         if kv_length(kv) not in (None, len(key) // 4):
             return f"the caches have seen {kv_length(kv)} tokens, not {len(key) // 4}"
         fork = copy.deepcopy(kv)
@@ -798,11 +867,14 @@ class PrefixCache:
         free = self.max_bytes - sum(e.nbytes for e in self.entries.values() if e.pinned)
         if entry.nbytes > free:
             return f"needs {entry.nbytes / 1e6:.1f} MB, the cache has {free / 1e6:.1f} MB to give"
+        # The turns of a chat, each longer than the last: attention keeps one entry for all of them,
+        # a hybrid one a turn, because nothing can be cut back to.
         for other in list(self.entries.values()):
             if not other.pinned and entry.covers(other):
                 del self.entries[other.key]
         self.make_room(entry.nbytes)
-        return self.touch(entry)
+        self.touch(entry)
+        return None
 
     def make_room(self, nbytes: int) -> None:
         """Evict the least recently used entries that are not pinned."""
@@ -832,7 +904,7 @@ class PrefixCache:
         """Drop everything. Running sequences have forks of their own and finish undisturbed, but
         having begun before this, they store nothing afterwards."""
         self.entries = {}
-        self.generation += 1
+        self.num_clears += 1
 
 
 # ==== 4. engine ===================================================================================
@@ -840,17 +912,11 @@ class PrefixCache:
 # what to compute next. The ideas: a batch that rows join and leave between two passes (Orca, OSDI
 # 2022), prompts computed in chunks between decode passes, so that running streams do not stall
 # (Sarathi-Serve, arXiv 2403.02310), and the shortest remaining work first.
+#
+# On a first reading, go on at ModelRunner: what comes before it are models and machines that need
+# something special.
 
-# Tokens a pass: what fills the chip. A longer chunk only delays everybody else's next token.
-CPU_CHUNK, GPU_CHUNK = 256, 2048  # measured on x86 and on an H200
-# Tokens of a prompt's last pass, the only one that computes logits, at most. The vocabulary-wide
-# projection of that many costs about as much as one more pass for the last token alone: on a CPU,
-# which reads all weights for it, and on an H200, where 5 ms of Python do. Metal was not measured.
-FINAL_PASS = {"cpu": 96, "metal": 128, "cuda": 1024}
-CACHE_SHARE = 0.2  # of the device's memory, for the prefix cache
-SHUTTING_DOWN = "the server is shutting down"
-MAX_BOUNDARIES = 8  # of a prompt: each costs a pass, and a hostile crowd could ask for hundreds
-AGEING = 0.5  # a token computed for others since its arrival moves a sequence up by half a token
+# -- loading what mlx_lm's loader does not know --
 
 
 def embedded_model() -> str | None:
@@ -919,10 +985,13 @@ def load_gguf(path: str) -> tuple[Any, Any, dict[str, Any]]:
     return model, gguf_tokenizer(meta), config
 
 
+# -- ranks --
 # A model too large for one device is computed by several processes, the ranks of one mlx.launch,
 # each with its shard of the weights and of every KV cache. All run the same engine: it decides by
 # its commands alone, so the same commands in the same steps lead to the same forward passes, and
-# those meet inside mlx. Nothing in a step may depend on the time or on what only one rank knows.
+# those meet inside mlx. Nothing in a step may depend on the time or on what only one rank knows:
+# so sequences age by tokens and not by seconds, and sizes are asked for with largest().
+
 
 class OneRank:
     """The usual case: one process, nobody to share anything with. Ranks, below, is the other."""
@@ -930,7 +999,7 @@ class OneRank:
     rank = 0
     alone = True
 
-    def join(self, lost: Callable[[str], None]) -> None:
+    def connect(self, lost: Callable[[str], None]) -> None:
         """Meet the others, before the model is loaded. lost is called when one of them is gone."""
 
     def shard(self, model: Any, config: dict[str, Any]) -> None:
@@ -944,13 +1013,17 @@ class OneRank:
         """The largest of all ranks' numbers: what it decides is then decided alike."""
         return number
 
-    def leave(self, error: str | None) -> None:
+    def close(self, error: str | None) -> None:
         """The engine has ended."""
 
 
 class SoloGenerator:
     """One row behind the interface of mlx_lm's BatchGenerator, for models whose caches cannot be
-    merged into a batch or whose batches compute something else."""
+    merged into a batch or whose batches compute something else.
+
+    Of that interface ModelRunner uses three calls: insert rows, next (nothing about prompts, and
+    the rows' responses), remove rows.
+    """
 
     def __init__(self, model: Any) -> None:
         from mlx_lm.generate import generation_stream
@@ -1029,6 +1102,8 @@ class ModelRunner:
         from mlx_lm.generate import StopSequences
         from mlx_lm.models.cache import KVCache
 
+        self.batches = True  # until self_check finds that it does not
+        self.vocab_size, self.sample_kv = 0, []  # measured by trial()
         self.on_cpu = mx.default_device() == mx.Device(mx.cpu)
         self.backend = "cpu" if self.on_cpu else "metal" if mx.metal.is_available() else "cuda"
         skip_mask_of_one_row()
@@ -1042,7 +1117,7 @@ class ModelRunner:
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.memory = info.get("memory_size") or info.get("total_memory") or host  # bytes
         kinds = {type(part) for part in kv_parts(self.new_kv())}
-        self.always_trims = kinds <= {KVCache}  # however full they are
+        self.always_trims = kinds <= {KVCache}  # however full they are: can_trim() tells of now
         self.self_check()
         if self.on_cpu and sys.platform == "linux" and BLAS is None:
             log.warning("no OpenBLAS found: `apt-get install libopenblas0-pthread` makes a CPU "
@@ -1085,11 +1160,12 @@ class ModelRunner:
         the vocabulary-wide projection of every position, up to a third of the work.
 
         Without wait it returns when the pass is queued, so that the host can build the next decode
-        pass meanwhile. With it, a request that arrives now waits for one chunk, not for several.
+        pass meanwhile. Where no decode pass follows, nothing else would hold the host back: it
+        would queue chunk upon chunk, and a request that arrives now would stand behind them all.
         """
         with mx.stream(self.generator.stream):
             self.model(mx.array([ids]), cache=kv)  # (1, len(ids)) -> logits, unevaluated
-            # mlx is lazy: this computes the caches, and drops the graph that led to them.
+            # mlx is lazy: this computes the caches, and drops the graph that has led to them.
             (mx.eval if wait else mx.async_eval)([c.state for c in kv])
 
     def first_token(self, seq: Sequence) -> tuple[int, Any]:
@@ -1108,12 +1184,16 @@ class ModelRunner:
         """An empty decode batch. After an exception nothing in the old one can be trusted."""
         from mlx_lm.generate import BatchGenerator
 
-        rows = 1 << 20  # Engine sets the bound; nothing may be left waiting here
-        self.generator = SoloGenerator(self.model) if not self.batches else BatchGenerator(
-            self.model, completion_batch_size=rows, prefill_batch_size=rows)
+        rows = 1 << 20  # Engine sets the bound; in mlx_lm's own queue nothing may be left waiting
+        if self.batches:
+            self.generator = BatchGenerator(
+                self.model, completion_batch_size=rows, prefill_batch_size=rows)
+        else:
+            self.generator = SoloGenerator(self.model)
 
-    def join(self, seq: Sequence, token: int) -> None:
-        """(6) The sequence becomes a row: its caches are copied into the batch's."""
+    def add_row(self, seq: Sequence, token: int) -> None:
+        """(6) The sequence becomes a row: its caches are copied into the batch's, whose rows are
+        padded on the left to the longest one, (rows, heads, longest, head_dim) a layer."""
         (seq.uid,) = self.generator.insert(
             [[token]], max_tokens=[seq.params.max_tokens - 1], caches=[seq.kv],
             all_tokens=[list(seq.prompt_ids)],  # what the penalties look back on
@@ -1126,7 +1206,7 @@ class ModelRunner:
         the last one of a row prompt_cache and all_tokens."""
         return self.generator.next()[1]
 
-    def leave(self, uid: int, want_kv: bool = False) -> tuple[KV, list[int]]:
+    def remove_row(self, uid: int, want_kv: bool = False) -> tuple[KV, list[int]]:
         """Take a row out of the batch: its caches, and the tokens they have seen."""
         return self.generator.remove([uid], return_prompt_caches=want_kv).get(uid, ([], []))
 
@@ -1149,7 +1229,7 @@ class ModelRunner:
         """logprobs (rows, vocab_size) -> token ids (rows,).
 
         mlx_lm's own make_sampler draws from one random state for all rows. Here each row splits
-        its own key, token by token, and a seed gives the same answer in any company.
+        its own key, token by token, and a seed draws the same noise in any company.
         """
         from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
 
@@ -1187,7 +1267,6 @@ class ModelRunner:
         sends them different ways.
         """
         prompts = [[i % 97 + 1 for i in range(n)] for n in (5, 12)]
-        self.batches = True
         self.reset()
         try:
             alone = [row for ids in prompts for row in self.trial([ids])]
@@ -1205,7 +1284,8 @@ class ModelRunner:
             self.trial(prompts[:1])  # a model that cannot even do this fails to load
 
     def trial(self, prompts: list[list[int]]) -> list[Any]:
-        """Logprobs (4, vocab_size) a prompt: of its next token, and of three after forced ones."""
+        """Logprobs (4, vocab_size) a prompt: of its next token, and of three after forced ones.
+        Also measures vocab_size and the caches of a short prompt."""
         rows: dict[int, list[Any]] = {}
         for ids in prompts:
             # 7 may be the end of a turn in somebody's vocabulary: a row must not stop at it.
@@ -1214,7 +1294,7 @@ class ModelRunner:
             seq.sampler = lambda logprobs: mx.full((len(logprobs),), 7, dtype=mx.uint32)
             _, logprobs = self.first_token(seq)
             self.vocab_size, self.sample_kv = logprobs.size, copy.deepcopy(seq.kv)
-            self.join(seq, 7)
+            self.add_row(seq, 7)
             rows[seq.uid] = [logprobs]
         while any(len(row) < 4 for row in rows.values()):
             for r in self.decode():
@@ -1225,9 +1305,11 @@ class ModelRunner:
         """About how much a sequence's caches take at that length."""
         total = 0
         for part in kv_parts(self.sample_kv):
-            keys, window = getattr(part, "keys", None), getattr(part, "max_size", num_tokens)
-            rows = 1 if keys is None else keys.shape[2]  # (1, heads, rows, head_dim)
-            total += part.nbytes * (1 if keys is None else min(num_tokens, window)) // rows
+            if (keys := getattr(part, "keys", None)) is None:  # a recurrent state does not grow
+                total += part.nbytes
+            else:  # (1, heads, places, head_dim), and a window does not grow for ever
+                num_places = min(num_tokens, getattr(part, "max_size", num_tokens))
+                total += part.nbytes * num_places // keys.shape[2]
         return self.ranks.largest(total)
 
     def rest(self) -> None:
@@ -1238,7 +1320,8 @@ class ModelRunner:
                 libc.malloc_trim(0)
 
     def check_alive(self) -> None:
-        """Raises if the model cannot compute any more."""
+        """Raises if the model cannot compute any more: one bad request must not end the server, a
+        device that is gone must."""
         mx.clear_cache()
         mx.eval(self.model(mx.array([[1]])))
 
@@ -1246,6 +1329,20 @@ class ModelRunner:
         """The engine thread's last call; without it the process may abort at exit."""
         mx.synchronize()
         mx.clear_streams()
+
+
+# -- scheduling --
+
+# Tokens a chunk: what fills the chip. A longer one only delays everybody else's next token.
+CPU_CHUNK, GPU_CHUNK = 256, 2048  # measured on x86 and on an H200
+# Tokens of a prompt's last pass, the only one that computes logits, at most. The vocabulary-wide
+# projection of that many costs about as much as one more pass for the last token alone: on a CPU,
+# which reads all weights for it, and on an H200, where 5 ms of Python do. Metal was not measured.
+FINAL_PASS = {"cpu": 96, "metal": 128, "cuda": 1024}
+CACHE_SHARE = 0.2  # of the device's memory, for the prefix cache
+SHUTTING_DOWN = "the server is shutting down"
+MAX_BOUNDARIES = 8  # of a prompt: each costs a pass, and a hostile crowd could ask for hundreds
+AGEING = 0.5  # each token computed since its arrival, for whomever, moves a sequence up by half one
 
 
 def report_failure(task: asyncio.Task[Any]) -> None:
@@ -1257,25 +1354,34 @@ def report_failure(task: asyncio.Task[Any]) -> None:
 class Engine:
     """Continuous batching: each step is some prefill, then one decode pass for every row.
 
-    A sequence moves from waiting to prefilling to rows, and out. start, submit, cancel, clear, stop
-    and memory may be called from any thread. They put commands into one inbox, which the engine
-    thread empties at the top of a step; all else belongs to that thread.
+    The methods up to send() are for any thread, and so are abandon() and lose(). submit, cancel,
+    clear, unpin and stop only send commands: into one inbox, which the engine thread empties at the
+    top of a step, calling do_add for "add" and so on. All else belongs to that thread.
     """
+
+    # Four steps. C and D are rows; A comes with 6,500 tokens, then B with 60 that are not cached.
+    #
+    #     commands   add A                           add B
+    #     prefill    A: 0 to 2,048   A: to 4,096     B: 60, samples    A: to 6,500, samples
+    #                                                A: to 6,144
+    #     decode     C D             C D             C D B             C D B A
 
     def __init__(
         self, load: Callable[[], ModelRunner], *, cache_bytes: int | None = None,
         max_batch_size: int = 32, max_queue: int = 128, prefill_step_size: int | None = None,
-        template_kwargs: dict[str, Any] | None = None, on_end: Callable[[], None] = lambda: None,
-        ranks: OneRank | None = None,
+        template_kwargs: dict[str, Any] | None = None, ranks: OneRank | None = None,
     ) -> None:
-        self.load, self.on_end, self.ranks = load, on_end, ranks or OneRank()
+        self.load, self.ranks = load, ranks or OneRank()
+        self.on_end: Callable[[], None] = lambda: None  # called by the engine thread at its end
         self.cache, self.cache_bytes = PrefixCache(cache_bytes or 0), cache_bytes
         self.max_batch_size, self.max_queue = max_batch_size, max_queue
         self.prefill_step_size, self.template_kwargs = prefill_step_size, template_kwargs or {}
         self.state = "loading"  # then "ready", at last "stopped" or "failed"
         self.error: str | None = None  # why it failed
 
-        self.lock = threading.Lock()  # guards the state's end, live and num_ids
+        # Makes one act of "is it ready? then into live", and of "it has ended: end all of live".
+        # Else there might be a sequence that nobody ends. Single reads need no lock.
+        self.lock = threading.Lock()
         self.live: dict[int, Sequence] = {}  # submitted and not done
         self.num_ids = 0
         self.inbox: list[tuple[Any, ...]] = []
@@ -1283,7 +1389,7 @@ class Engine:
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []  # have caches of their own and no first token yet
         self.rows: dict[int, Sequence] = {}  # uid in the decode batch -> sequence
-        self.num_prefilled = 0  # tokens since the start, the clock by which sequences age
+        self.clock = 0  # tokens prefilled since the start: the time by which sequences age
         self.num_requests = self.num_prompt_tokens = self.num_completion_tokens = 0
         self.num_cancelled = self.num_errors = 0
 
@@ -1292,7 +1398,7 @@ class Engine:
     def start(self, *background: Callable[[Engine], Any]) -> None:
         """Load and run in a thread of its own; the background coroutines share its event loop."""
         self.thread = threading.Thread(target=self.run, args=[background], name="engine")
-        self.thread.daemon = True  # a second Ctrl-C does not wait for a forward pass
+        self.thread.daemon = True
         self.thread.start()
 
     def submit(self, seq: Sequence) -> None:
@@ -1302,7 +1408,6 @@ class Engine:
                 raise Unavailable(f"the engine is {self.state}")
             if not seq.pinned and len(self.live) >= self.max_batch_size + self.max_queue:
                 raise Unavailable("too many requests are waiting")
-            # Under the lock: once serve() has ended, nobody would end this sequence.
             self.num_ids += 1
             seq.id, seq.key = self.num_ids, pack_ids(seq.prompt_ids)
             self.live[seq.id] = seq
@@ -1320,6 +1425,10 @@ class Engine:
         self.clears.append(done)
         self.send("clear")
         return done
+
+    def unpin(self) -> None:
+        """All entries may be evicted again, until they are pinned anew."""
+        self.send("unpin")
 
     def stop(self) -> None:
         """Take no more sequences, and end after this step; those still live end with an error."""
@@ -1343,14 +1452,14 @@ class Engine:
         """Load, and serve until stopped or broken."""
         end = "stopped"
         try:
-            self.ranks.join(self.lose)
+            self.ranks.connect(self.lose)
             self.set_up(self.load())
             asyncio.run(self.serve(background))
         except Exception as e:
             log.debug("the engine has failed", exc_info=True)
             end, self.error = "failed", describe_error(e)
         self.state = end
-        self.ranks.leave(self.error)
+        self.ranks.close(self.error)
         # With another rank gone, mlx would wait for it, or abort before the clients are told.
         if hasattr(self, "runner") and (self.ranks.alone or not self.error):
             self.runner.close()
@@ -1363,7 +1472,8 @@ class Engine:
             seq.events.put(Done("error", error))
 
     def lose(self, error: str) -> None:
-        """Another rank is gone, and the engine thread may wait for it for ever. Any thread."""
+        """Another rank is gone. The engine thread may be inside a pass that waits for it and will
+        never return. Any thread."""
         with self.lock:
             self.state, self.error = "failed", error
         self.abandon(error)
@@ -1402,11 +1512,10 @@ class Engine:
                 self.step()
                 await asyncio.sleep(0)  # receive() and the background coroutines run here
         except Exception as e:
-            self.error = describe_error(e)
+            with self.lock:
+                self.state, self.error = "failed", describe_error(e)
             raise
         finally:
-            with self.lock:
-                self.state = "failed" if self.error else "stopped"
             for task in tasks:
                 task.cancel()
             self.rows = {}  # the batch ends with the engine
@@ -1429,7 +1538,7 @@ class Engine:
         """(2) Wait for a row, in an order that urgency() decides."""
         self.live[seq.id] = seq  # on rank 0 it is there since submit
         self.num_requests += not seq.pinned
-        seq.arrived, seq.num_reusable = self.num_prefilled, self.cache.find(seq.key)[1]
+        seq.arrived, seq.num_reusable = self.clock, self.cache.find(seq.key)[1]
         self.waiting.append(seq)
         for leader in self.prefilling:
             self.lead(leader, seq)
@@ -1461,17 +1570,17 @@ class Engine:
         # Several short suffixes fit into one step.
         budget = self.prefill_step_size
         while budget > 0 and (seq := self.next_to_prefill()):
-            begin = seq.num_prefilled
+            before = seq.num_prefilled
             try:
                 if seq.kv is None:
                     self.begin(seq)
-                    begin = seq.num_prefilled
-                if seq.id in self.live:
+                    before = seq.num_prefilled  # what came out of the cache is no work
+                if seq.id in self.live:  # begin ends a warm prompt that is in the cache already
                     self.advance(seq)
             except Exception as e:  # a pass of its own, so it fails alone
                 self.fail([seq], e)
-            budget -= max(1, seq.num_prefilled - begin)  # 1: a full hit is no endless loop
-            self.num_prefilled += seq.num_prefilled - begin
+            budget -= max(1, seq.num_prefilled - before)  # 1: it is no endless loop, whatever comes
+            self.clock += seq.num_prefilled - before
 
     def next_to_prefill(self) -> Sequence | None:
         """The sequence with the least work left: warm requests overtake cold ones. While the most
@@ -1483,8 +1592,9 @@ class Engine:
         return seq
 
     def has_room(self, seq: Sequence) -> bool:
-        """Whether one row more fits. A batch is padded to its longest row, so it costs rows times
-        that; a sequence for which there is no memory waits until others have finished."""
+        """Whether one sequence more fits. A batch is padded to its longest row, so it costs rows
+        times that; a sequence for which there is no memory waits until others have finished."""
+        # Two rows of 1,000 tokens and a prompt of 8,000: that is not 10,000 tokens but 24,000.
         rows = [*self.prefilling, *self.rows.values(), seq]
         longest = max(len(s.prompt_ids) + s.params.max_tokens for s in rows)
         fits = self.runner.kv_bytes(longest) * len(rows) <= self.kv_budget
@@ -1493,15 +1603,21 @@ class Engine:
     def urgency(self, seq: Sequence) -> float:
         """The smallest goes first: tokens left to compute, less a credit for those computed since
         it came. With L tokens left it is passed only by what comes within the next 2 L."""
+        # A has 8,000 tokens, of which it has computed 4,096: 8,000 - 4,096 - 0.5 * 4,096 = 1,856.
+        # B comes with 300 and passes. C comes with 1,900 and waits: nobody starves.
         # Tokens are the clock, not seconds: all ranks must read the same time.
         left = len(seq.prompt_ids) - max(seq.num_prefilled, seq.num_reusable)
-        return left - AGEING * (self.num_prefilled - seq.arrived)
+        return left - AGEING * (self.clock - seq.arrived)
 
     def lead(self, leader: Sequence, seq: Sequence) -> None:
-        """Where a waiting prompt parts from one that is being prefilled is a boundary, too: the
-        leader S + a stops and stores at the end of S, and S + b waits for that and continues."""
+        """Give the leader, which is being prefilled, one boundary more: where a waiting prompt
+        departs from its prompt. It stops and stores there, and the waiting one continues."""
+        # The leader's prompt is S + a, its boundary the end of S at 900; S + b and it agree on the
+        # first 1,000 tokens: now its boundaries are 900 and 1,000. is_follower lets S + b wait
+        # until both are computed, and then it has 1,000 tokens for nothing.
         # Not the leader's own end: its last pass samples, and no entry stops there.
-        room = min(len(seq.prompt_ids), len(leader.prompt_ids) + leader.pinned) - 1
+        end = len(leader.prompt_ids) if leader.pinned else len(leader.prompt_ids) - 1
+        room = min(len(seq.prompt_ids) - 1, end)
         n = min(common_prefix(leader.key, seq.key), room)
         known = max([seq.num_reusable, *(b for b in leader.boundaries if b <= n)])
         worth = n - max(leader.num_prefilled, known) >= WORTHWHILE
@@ -1514,13 +1630,13 @@ class Engine:
         return self.cache.max_bytes > 0 and any(
             max(leader.num_prefilled, seq.num_reusable) < n < len(seq.prompt_ids)
             and seq.key.startswith(leader.key[: n * 4])
-            for leader in self.prefilling if leader.generation == self.cache.generation
+            for leader in self.prefilling if leader.num_clears == self.cache.num_clears
             for n in leader.boundaries)
 
     def begin(self, seq: Sequence) -> None:
         """(3) Caches for the sequence: a fork of the longest stored prefix, or empty ones."""
         self.waiting.remove(seq)
-        seq.generation = self.cache.generation  # a clear from now on drops what it would store
+        seq.num_clears = self.cache.num_clears  # a clear from now on drops what it would store
         if seq.pinned and self.cache.pin(seq.key):  # somebody has computed it already
             self.finish(seq, "warmed")
             return
@@ -1541,14 +1657,19 @@ class Engine:
 
     def advance(self, seq: Sequence) -> None:
         """(4) One pass: a chunk, or up to the next boundary, or the last one."""
+        # A prompt of 5,000 tokens with a boundary at 1,200, on a GPU:
+        #     0 to 1,200, store | to 3,248, a chunk | to 4,999 | the last one, sample
+        # One of 3,000 without:
+        #     0 to 2,048 | to 3,000, sample: a last pass of 952 tokens may ask for logits
         done, end = seq.num_prefilled, len(seq.prompt_ids)
         # A long rest is computed up to its last token: only a short pass may ask for logits. A
         # warm prompt asks for none and samples nothing: its entry must not hold a token more.
         last = end if seq.pinned or end - done <= self.final_pass else end - 1
         target = min((n for n in seq.boundaries if n > done), default=last)
         if target == end and not seq.pinned:
-            return self.emit_first(seq)
-        # Always a whole chunk, though the budget may be overdrawn: its length is a planned one.
+            self.emit_first(seq)
+            return
+        # Always a whole chunk, though it may overdraw the budget: on a GPU a new length is slow.
         target = min(target, done + self.prefill_step_size)
         # Before the last pass there is nothing to wait for: it is planned while this one runs.
         # A warm prompt has no such pass: its entry is complete when it is computed.
@@ -1558,11 +1679,10 @@ class Engine:
         refusal = self.store(seq) if target in seq.boundaries else None
         if seq.pinned and target == end:
             self.finish(seq, "error" if refusal else "warmed", refusal)
-        return None
 
     def store(self, seq: Sequence) -> str | None:
         """Keep what a prefilling sequence has computed so far. Returns why not, or None."""
-        if seq.generation != self.cache.generation:
+        if seq.num_clears != self.cache.num_clears:
             return "the cache was cleared meanwhile"
         key, complete = seq.key[: seq.num_prefilled * 4], seq.num_prefilled == len(seq.prompt_ids)
         refusal = self.cache.store(key, seq.kv, pinned=seq.pinned and complete)
@@ -1583,7 +1703,7 @@ class Engine:
         ended = token in self.runner.eos_ids and not seq.params.ignore_eos
         reason = "stop" if ended else "length" if seq.params.max_tokens == 1 else None
         if not self.emit(seq, token, logprobs, reason):
-            self.runner.join(seq, token)
+            self.runner.add_row(seq, token)
             self.rows[seq.uid] = seq
 
     # -- decode --
@@ -1595,22 +1715,24 @@ class Engine:
         try:
             responses = self.runner.decode()
         except Exception as e:
-            failed, self.rows = list(self.rows.values()), {}
+            failed, self.rows, responses = list(self.rows.values()), {}, []
             self.runner.reset()
-            return self.fail(failed, e)
-        # The next pass is already running on the device while this one's tokens become text.
+            self.fail(failed, e)
+        # Pipelined: the device computes pass k + 1 while the tokens of pass k become text.
+        #     device   | pass k + 1                              | pass k + 2
+        #     host     | text of pass k | prefill of the next step, then start pass k + 2 |
         for r in responses:
-            if seq := self.rows.get(r.uid):
+            if seq := self.rows.get(r.uid):  # else it has left while the pass was running
                 try:
                     self.emit(seq, r.token, r.logprobs, r.finish_reason, r)
                 except Exception as e:
                     self.fail([seq], e)
-        return None
 
     def emit(
-        self, seq: Sequence, token: int, logprobs: Any, reason: str | None, row: Any = None
+        self, seq: Sequence, token: int, logprobs: Any, reason: str | None, response: Any = None
     ) -> bool:
-        """(7) A token becomes text and goes to the client. Returns whether it was the last one."""
+        """(7) A token becomes text and goes to the client. Returns whether it was the last one.
+        The first token comes without a response of the decode batch."""
         seq.num_completion += 1
         self.num_completion_tokens += 1
         pieces, told = [], ()
@@ -1624,22 +1746,22 @@ class Engine:
             told = ()
         if seq.output.stopped:
             reason = "stop"
-        if reason:
-            self.store_completion(seq, row)
+        if reason:  # store first: finish gives the caches up
+            self.store_completion(seq, response)
             self.finish(seq, reason)
         return reason is not None
 
-    def store_completion(self, seq: Sequence, row: Any) -> None:
+    def store_completion(self, seq: Sequence, response: Any) -> None:
         """Keep prompt and completion for the next turn, if they can be trimmed: that turn may
         render the completion's last tokens differently, or drop its reasoning."""
-        if seq.generation != self.cache.generation or not self.cache.max_bytes:
+        if seq.num_clears != self.cache.num_clears or not self.cache.max_bytes:
             return
-        if row is None:  # the first token was the last
+        if response is None:  # the first token was the last
             kv, ids = seq.kv, seq.prompt_ids
-        elif row.finish_reason:
-            kv, ids = row.prompt_cache, row.all_tokens
+        elif response.finish_reason:
+            kv, ids = response.prompt_cache, response.all_tokens  # as many as the caches have seen
         else:  # a stop string
-            kv, ids = self.runner.leave(row.uid, want_kv=True)
+            kv, ids = self.runner.remove_row(response.uid, want_kv=True)
         if can_trim(kv):
             self.runner.settle(kv)
             self.cache.store(pack_ids(ids), kv)
@@ -1655,7 +1777,7 @@ class Engine:
             if seq in place:
                 place.remove(seq)
         if self.rows.pop(seq.uid, None):
-            self.runner.leave(seq.uid)
+            self.runner.remove_row(seq.uid)  # no harm where mlx_lm has done it
         seq.kv = None
         with self.lock:
             self.live.pop(seq.id, None)
@@ -1688,6 +1810,9 @@ class Ranks(OneRank):
     its process. Back comes None for every finished step, and what went wrong, if something did.
     """
 
+    #     rank 0   send [add A]  step               send []  step
+    #     rank 1   get  [add A]  step, send None    get  []  step, send None
+
     alone = False
 
     def __init__(self, pipeline: bool) -> None:
@@ -1697,7 +1822,7 @@ class Ranks(OneRank):
         self.num_shared, self.shared_at = 0, 0.0  # steps, and when the last one began
         self.ended = threading.Event()
 
-    def join(self, lost: Callable[[str], None]) -> None:
+    def connect(self, lost: Callable[[str], None]) -> None:
         from multiprocessing import AuthenticationError
         from multiprocessing.connection import Client, Listener
 
@@ -1708,7 +1833,7 @@ class Ranks(OneRank):
         size = self.group.size()
         if self.rank:
             port, key = self.tell(0, bytes(16))
-            self.peers = [Client((self.leader(), port), authkey=key)]
+            self.peers = [Client((self.address(), port), authkey=key)]
             self.peers[0].send(self.rank)
             threading.Thread(target=self.listen, daemon=True).start()
             return
@@ -1721,13 +1846,14 @@ class Ranks(OneRank):
             threading.Thread(target=self.watch, args=[peer.recv(), peer], daemon=True).start()
 
     def tell(self, port: int, key: bytes) -> tuple[int, bytes]:
-        """Rank 0's port and key, by the one means that all ranks share: the others add zeros."""
+        """Rank 0's port and key. A sum over all ranks is the only channel there is yet: rank 0
+        adds the numbers and the others zeros."""
         with mx.stream(self.stream):
             numbers = mx.distributed.all_sum(mx.array([port, *key], mx.int32), group=self.group)
             port, *key = numbers.tolist()
         return port, bytes(key)
 
-    def leader(self) -> str:
+    def address(self) -> str:
         """Rank 0's address, as the launcher has noted it down for mlx's own connections."""
         if name := os.environ.get("MLX_HOSTFILE"):  # of the ring: [["10.0.0.1:32323"], ...]
             return json.loads(Path(name).read_text())[0][0].rpartition(":")[0]
@@ -1786,11 +1912,12 @@ class Ranks(OneRank):
         self.miss(f"rank {number}: {error}")
 
     def miss(self, error: str) -> None:
-        """Another rank has ended. If this one does not end too, it waits for it inside mlx."""
+        """Another rank has ended. If this one does not end by itself, it is inside a pass that
+        waits for the other."""
         if not self.ended.wait(2):
             self.lost(error)
 
-    def leave(self, error: str | None) -> None:
+    def close(self, error: str | None) -> None:
         self.ended.set()
         if error and self.rank and self.peers:
             with contextlib.suppress(OSError):
@@ -1841,11 +1968,12 @@ def load_warm_prompts(path: str) -> list[WarmPrompt]:
     return prompts
 
 
-def warm_prefix(chat: ChatTokenizer, prompt: WarmPrompt) -> None:
-    """(9) Find the token ids to prefill for an entry, and the boundaries worth storing on the way.
+def cut_warm_prompt(chat: ChatTokenizer, prompt: WarmPrompt) -> None:
+    """(9) Find the token ids to prefill for an entry of the file, and the boundaries on the way.
 
-    An entry that ends in a user's message is warmed through that message; any other one up to
-    where the next user's text would begin. Raises BadRequest when neither is possible.
+    One that ends in a user's message is warmed including that message, so that the conversation can
+    go on or the question come again; any other one up to where the next user's text would begin.
+    Raises BadRequest when neither is possible.
     """
     messages, rest = chat.normalise(prompt.messages), (prompt.tools, prompt.kwargs)
     if messages[-1]["role"] == "user":
@@ -1854,7 +1982,7 @@ def warm_prefix(chat: ChatTokenizer, prompt: WarmPrompt) -> None:
     else:
         ids = chat.probe_split(messages, *rest).ids
         messages = [*messages, turn("user")]
-    if not chat.is_stable(messages, *rest):
+    if not chat.is_timeless(messages, *rest):
         raise BadRequest("its rendering changes from one moment to the next (a clock?)")
     if not ids:
         raise BadRequest("no beginning of its rendering is independent of the user's text")
@@ -1924,14 +2052,15 @@ class Warmer:
         """Warm every entry, a few at a time, and log what became of them. What is still in the
         cache costs nothing."""
         begin = time.monotonic()
-        # All are cut before the first is computed, so that it stops where others will branch off.
-        engine.send("unpin")  # yesterday's, or what the file had before: what stays is pinned again
+        engine.unpin()  # yesterday's, or what the file had before: what stays is pinned again
         for prompt in self.prompts:
             prompt.status, prompt.reason = "pending", None
-        await asyncio.gather(*(
-            self.attempt(p, asyncio.to_thread(warm_prefix, engine.chat, p)) for p in self.prompts))
+        # All are cut before the first is computed, so that it stops where others will branch off.
+        cut = functools.partial(asyncio.to_thread, cut_warm_prompt, engine.chat)
+        await asyncio.gather(*(self.attempt(p, cut(p)) for p in self.prompts))
         # Where two entries part ways is a boundary too: the second continues from there. In
-        # sorted order the neighbours are the ones that share most.
+        # sorted order the neighbours are the ones that share most. (Engine.lead sees only those
+        # that are in the engine at the same time.)
         pending = sorted((p for p in self.prompts if p.status == "pending"), key=lambda p: p.ids)
         for a, b in pairwise(pending):
             shared = common_prefix(pack_ids(a.ids), pack_ids(b.ids))
@@ -1953,8 +2082,8 @@ class Warmer:
         """Store one entry, pinned."""
         seq = Sequence(prompt.ids, SamplingParams(max_tokens=0), sorted(prompt.boundaries),
                        pinned=True)
-        # A completion of one token would leave that token in the caches: recurrent states cannot
-        # take it back, and the entry would never match. So nothing is sampled.
+        # To ask for a completion of one token would be simpler, and other servers do. It leaves
+        # that token in the caches: recurrent states cannot take it back, and nothing ever matches.
         async with gate:
             engine.submit(seq)
             done = await asyncio.to_thread(seq.events.get)
@@ -1973,7 +2102,7 @@ class Warmer:
 
 
 # ==== 6. wire format ==============================================================================
-# The JSON of the HTTP API, all but two one-line bodies. HTTP threads only.
+# The JSON of the HTTP API; only /health and DELETE have theirs in section 7. HTTP threads.
 #
 # A request is checked to its last field before the answer begins: once the 200 of a stream is out,
 # a mistake can only be told by breaking it off. Fields that nobody knows are ignored, for clients
@@ -1997,8 +2126,8 @@ REFUSED = ("cache_salt", "store", "functions", "function_call", "audio", "web_se
            "continue_final_message", "use_beam_search", "truncate_prompt_tokens", "draft_model",
            "documents", "logits_processors", "guided_json", "guided_regex", "guided_choice",
            "guided_grammar")
-# The only values that a field may have: here those that promise nothing.
-HONOURED: dict[str, tuple[Any, ...]] = dict.fromkeys(REFUSED, (False, "", [])) | {
+# The only values that a field may have. For those just refused: what promises nothing.
+ONLY_VALUES: dict[str, tuple[Any, ...]] = dict.fromkeys(REFUSED, (False, "", [])) | {
     "enable_thinking": (),  # but inside chat_template_kwargs
     "tool_choice": ("auto", "none"), "modalities": (["text"],),
     "response_format": ({"type": "text"},)}
@@ -2006,7 +2135,7 @@ HONOURED: dict[str, tuple[Any, ...]] = dict.fromkeys(REFUSED, (False, "", [])) |
 
 def parse_fields(body: dict[str, Any]) -> dict[str, Any]:
     """Those of FIELDS that are there, checked. null counts as absent: SDKs send it."""
-    for name, values in HONOURED.items():
+    for name, values in ONLY_VALUES.items():
         if body.get(name) not in (None, *values):
             only = "" if name in REFUSED or not values else f", only {json.dumps(values)}"
             raise BadRequest(f"{name} is not supported{only}", name)
@@ -2277,8 +2406,8 @@ def metrics_text(engine: Engine, ttft: Histogram, itl: Histogram) -> str:
         ("prefix_cache_evictions_total", "Entries evicted", cache.evictions),
         ("prefix_cache_bytes", "Bytes of stored KV caches", cache.nbytes),
         ("prefix_cache_entries", "Stored prefixes", len(cache.entries)),
-        ("running", "Sequences with a row", len(engine.prefilling) + len(engine.rows)),
-        ("waiting", "Sequences without one", len(engine.waiting)),
+        ("running", "In prefill or decode", len(engine.prefilling) + len(engine.rows)),
+        ("waiting", "In the queue", len(engine.waiting)),
         ("ttft_seconds", "Request to first text", ttft),
         ("inter_token_seconds", "Gap between pieces of text", itl),
     ):
@@ -2384,7 +2513,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection. There are two ways out, send() and stream(); fail() uses what is left."""
+    """One connection. There are two ways out, send() and stream(); fail() takes the one that is
+    still open. (What guards the reading is not about batching: skip to stream() at first.)"""
 
     server: Server
     protocol_version = "HTTP/1.1"
@@ -2421,8 +2551,8 @@ class Handler(BaseHTTPRequestHandler):
         """Every method comes here: check, read, answer. The one place where an exception becomes a
         status. An OSError does not: nobody is there any more to be told.
 
-        What is refused, in this order: the connection (Server), framing, access, route and body
-        (here), fields (6), messages and length (2), and when there is no room in the queue (4).
+        What is refused, in this order: the connection by Server; framing, access, route and body
+        here; fields in section 6; messages and length in 2; and in 4, when the queue is full.
         """
         with self.server.idle:
             self.server.active += 1
@@ -2549,8 +2679,8 @@ class Handler(BaseHTTPRequestHandler):
     # -- the ways out --
 
     def send(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
-        """Head and body of an answer. A string is sent as it is, all else as JSON; None is no body:
-        a stream's follows, in chunks."""
+        """Head and body of an answer. A string is sent as it is, all else as JSON; with None there
+        is no body here: a stream writes one afterwards, 204 has none."""
         self.close_connection |= self.is_old
         data, head = b"", {**(headers or {}), "X-Request-Id": self.id}
         if body is not None:
@@ -2572,8 +2702,9 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def stream(self, chunks: Iterator[dict[str, Any]]) -> None:
-        """Server-sent events. The terminal chunk comes only if all went well: it is the one sign
-        by which every client notices that an answer was cut, for none misses [DONE]."""
+        """Server-sent events, each a chunk of HTTP's chunked coding. The last, empty chunk comes
+        only if all went well: when it is missing every client notices that the answer was cut;
+        when [DONE] is missing, none does."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         if not self.is_old:
             headers["Transfer-Encoding"] = "chunked"
@@ -2693,7 +2824,8 @@ class Handler(BaseHTTPRequestHandler):
         """A sequence's events as they come; at the end it raises if the completion has failed.
 
         A client that has left raises OSError here, or in write(). Then post_chat cancels, and
-        Engine.do_cancel stores what is prefilled and frees the row at the top of the next step.
+        Engine.do_cancel stores what is prefilled and frees the row at the top of the next step. One
+        that has closed only its sending half has left, too: it cannot be told from the others.
         """
         event, last, looked = None, self.begin, self.begin
         while not isinstance(event, Done):
@@ -2729,6 +2861,7 @@ class Handler(BaseHTTPRequestHandler):
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 LABELS = ["tag", "url", "model", "prompt_set"]  # the columns that are no numbers
+SHARED = ["tag", "url", "model"]  # often the same in all rows
 COUNTS = ["prompt_tokens", "cached_tokens", "completion_tokens"]  # per request, from `usage`
 COLUMNS = [*LABELS, "concurrency", "requests", "failed", *COUNTS, "ttft_ms", "ttft_p95_ms",
            "tpot_ms", "itl_p95_ms", "e2e_latency_ms", "gen_tps", "prompt_tps"]
@@ -3031,7 +3164,7 @@ def svg_chart(rows: list[dict], shared: dict[str, str]) -> str:
 def render(rows: list[dict], form: str) -> str:
     """`rows` as table, csv, json or svg; they are of a run, or of a comparison of two."""
     # What is the same in every row need not stand in every row of what people look at.
-    labels = [key for key in LABELS[:3] if rows and key in rows[0]]
+    labels = [key for key in SHARED if rows and key in rows[0]]
     shared = {key: rows[0][key] for key in labels if len({row[key] for row in rows}) == 1}
     if form == "svg":
         return svg_chart(rows, shared)
@@ -3074,7 +3207,7 @@ def parse_rows(text: str) -> list[dict]:
 def pair_cells(cold: list[dict], warm: list[dict]) -> list[dict]:
     # The url counts only where a file has several: cold and warm are often two servers.
     several = any(len({row["url"] for row in rows}) > 1 for rows in (cold, warm))
-    keys = [*LABELS[1 if several else 2:], "concurrency"]
+    keys = [*["url"][: several], "model", "prompt_set", "concurrency"]
     partners = {tuple(row[key] for key in keys): row for row in warm}
     return [{**{key: c[key] for key in keys},
              "cold_ttft_ms": c["ttft_ms"], "warm_ttft_ms": w["ttft_ms"],
@@ -3155,17 +3288,17 @@ class Bench:
         rounds = range(-args.warmup, args.repetitions)
         for number in progress(rounds, f"{Path(name).name} x {concurrency}"):
             for cell in cells:
-                settle = number < 0  # rounds before number 0 do not count
-                bodies = [self.body(cell.target, name, args.max_tokens, settle)
+                uncounted = number < 0
+                bodies = [self.body(cell.target, name, args.max_tokens, uncounted)
                           for _ in range(concurrency)]
-                (replace(cell, timings=[]) if settle else cell).run_round(bodies)
+                (replace(cell, timings=[]) if uncounted else cell).run_round(bodies)
         for cell in cells:
             say("{prompt_set} x {concurrency} {url}: TTFT {ttft_ms} ms, TPOT {tpot_ms} ms, "
                 "cached {cached_tokens} of {prompt_tokens} tokens".format(**cell.row()))
             for remark in cell.remarks():
                 say(f"  {remark}")
 
-    def body(self, target: Target, name: str, max_tokens: int, settle: bool = False) -> bytes:
+    def body(self, target: Target, name: str, max_tokens: int, uncounted: bool = False) -> bytes:
         seed = f"{self.salt} {self.targets.index(target)} {target.num_sent}"
         chats = self.chats[name] or [[{"role": "user", "content": make_text(name, seed)}]]
         messages = chats[target.num_sent % len(chats)]  # those of a file take turns
@@ -3177,7 +3310,7 @@ class Bench:
         target.num_sent += 1
         if self.system is not None:
             # A cold run must not meet a system prompt that its own warm-up left in the cache.
-            other = f"{seed}\n" if settle and self.args.tag.startswith("cold") else ""
+            other = f"{seed}\n" if uncounted and self.args.tag.startswith("cold") else ""
             messages = [{"role": "system", "content": other + self.system},
                         *[m for m in messages if m.get("role") != "system"]]
         return json.dumps({"model": target.model, "messages": messages, "max_tokens": max_tokens,
@@ -3368,7 +3501,8 @@ def wind_down(server: Server, outbox: socket.socket) -> None:
 
 
 def end_with_launcher() -> None:
-    """mlx.launch holds the other end of our standard input, and takes nobody along if killed."""
+    """mlx.launch holds the other end of our standard input. If it is killed it ends nobody, but
+    that end closes."""
     sys.stdin.buffer.read()
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -3377,7 +3511,8 @@ def run(server: Server) -> int:
     """Serve until there is a signal or the engine ends. Returns the exit code.
 
     A signal may reach any thread, and Python's handlers wait until the main thread leaves the lock
-    it sleeps on. So the bytes that set_wakeup_fd writes count: each is the number of a signal.
+    it sleeps on. So the bytes that set_wakeup_fd writes count: each is the number of a signal. Two
+    more have a meaning: E, the engine has ended, and D, winding down is done.
     """
     engine, (host, port) = server.engine, server.server_address[:2]
     inbox, outbox = socket.socketpair()
@@ -3406,7 +3541,7 @@ def run(server: Server) -> int:
     return 1 if engine.error else 0
 
 
-def follow(engine: Engine) -> int:
+def run_rank(engine: Engine) -> int:
     """A rank other than 0 until the engine ends: no HTTP. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks, but rank 0 decides
     ended = threading.Event()
@@ -3428,7 +3563,7 @@ def serve(args: argparse.Namespace) -> int:
         max_queue=args.max_queue, prefill_step_size=args.prefill_step_size,
         template_kwargs=args.chat_template_args)
     if ranks.rank:
-        return follow(engine)
+        return run_rank(engine)
     try:
         prompts = load_warm_prompts(args.warm_prompts) if args.warm_prompts else []
     except ValueError as e:
