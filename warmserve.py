@@ -3601,8 +3601,9 @@ def run(server: Server) -> int:
             complain(f"{server.model}: {told}", 1)
         threading.Thread(target=wind_down, args=(server, outbox), daemon=True).start()
         while (news := inbox.recv(1)) != b"D":
-            if news != b"E":
+            if news != b"E" and server.draining:
                 os._exit(1)  # the second signal
+            server.draining |= news != b"E"
         signal.set_wakeup_fd(-1)
     if engine.error and not told:
         complain(f"{server.model}: {engine.error}", 1)
