@@ -2421,6 +2421,9 @@ def status_body(state: str, model: str, uptime: float, engine: Engine, warmer: W
 class Histogram:
     """Counts of durations under upper bounds, in seconds, for Prometheus."""
 
+    # counts[i] are those between bounds[i - 1] and bounds[i]; what Prometheus wants, all below
+    # bounds[i], is summed up when it asks, so that to observe costs one addition.
+
     def __init__(self, *bounds: float) -> None:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
         self.lock = threading.Lock()  # every HTTP thread observes
@@ -2543,6 +2546,8 @@ class Server(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """A thread for the connection; past the limit, 503 at once. Without a limit, one client
         can use up all file descriptors, and then the accept loop spins."""
+        # The slot is taken by the accept thread, before the connection has a thread: threads that
+        # only began to count when they run would all find room.
         self.connections.add(request)
         if len(self.connections) <= MAX_CONNECTIONS:
             return super().process_request(request, client_address)
@@ -3589,6 +3594,8 @@ def run(server: Server) -> int:
         signal.set_wakeup_fd(outbox.fileno())
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
+        # The engine loads in its thread; until it is ready, what is accepted here is answered with
+        # 503, which lets a supervisor and a load balancer see that there will be a server.
         log.info("loading %s; listening on http://%s:%d", server.model,
                  f"[{host}]" if ":" in host else host, port)
         engine.on_end = lambda: outbox.send(b"E")  # before start: it may fail at once
@@ -3596,9 +3603,10 @@ def run(server: Server) -> int:
         if "MLX_RANK" in os.environ and stat.S_ISFIFO(os.fstat(0).st_mode):
             threading.Thread(target=end_with_launcher, args=(server,), daemon=True).start()
         threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
-        server.draining = inbox.recv(1) != b"E"
+        server.draining = inbox.recv(1) != b"E"  # here the main thread spends its life
         if told := engine.error:  # at once: mlx.launch signals when another rank has ended
             complain(f"{server.model}: {told}", 1)
+        # In a thread of its own, so that this one hears the second signal of an impatient user.
         threading.Thread(target=wind_down, args=(server, outbox), daemon=True).start()
         while (news := inbox.recv(1)) != b"D":
             if news != b"E" and server.draining:
@@ -3631,6 +3639,7 @@ def serve(args: argparse.Namespace) -> int:
         cache_bytes=args.prefix_cache_bytes, max_batch_size=args.max_batch_size,
         max_queue=args.max_queue, prefill_step_size=args.prefill_step_size,
         template_kwargs=args.chat_template_args)
+    # Files, port and folder are for rank 0 to complain about, once: mlx.launch then ends the others.
     if ranks.rank:
         return run_rank(engine)
     try:
