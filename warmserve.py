@@ -3639,7 +3639,7 @@ def serve(args: argparse.Namespace) -> int:
         cache_bytes=args.prefix_cache_bytes, max_batch_size=args.max_batch_size,
         max_queue=args.max_queue, prefill_step_size=args.prefill_step_size,
         template_kwargs=args.chat_template_args)
-    # Files, port and folder are for rank 0 to complain about, once: mlx.launch then ends the others.
+    # Files, port and folder are for rank 0 to complain about; mlx.launch then ends the others.
     if ranks.rank:
         return run_rank(engine)
     try:
