@@ -757,7 +757,9 @@ def test_turn_markers_in_a_users_text_are_markers(chat_of):
     [{"role": "user"}], [{"role": ["user"]}], [{"role": "user", "content": 5}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/"}}]}],
     [{"role": "user", "content": [{"type": "text", "text": 7}]}],
-    [{"role": "assistant", "tool_calls": [{"function": {}}]}]], ids=str)
+    [{"role": "assistant", "tool_calls": [{"function": {}}]}],
+    [{"role": "assistant", "tool_calls": {}}], [assistant("x", refusal="no")],
+    [assistant("x", audio={"id": "a"})], [assistant("x", function_call={"name": "f"})]], ids=str)
 def test_wrong_messages_are_refused_by_name(bad):
     with pytest.raises(ws.BadRequest) as refused:
         ws.check_messages(bad)
@@ -1867,6 +1869,29 @@ def test_a_clear_during_the_boots_warm_up_does_not_make_a_cold_server_ready(mode
         assert warmer.rewarm(engine)
         wait_until(lambda: warmer.booted)
         assert [entry.pinned for entry in engine.cache.entries.values()].count(True) == 1
+    finally:
+        engine.stop()
+        engine.thread.join(20)
+
+
+def test_a_warm_up_that_a_clear_has_overtaken_breaks_off(model_path, tmp_path, caplog):
+    """What the file had before must not be computed any more, nor counted, nor kept."""
+    file = tmp_path / "agents.json"
+    old = [[system(f"{i} was in the file. " * 60)] for i in range(6)]
+    file.write_text(json.dumps(old))
+    engine = ws.Engine(lambda: ws.ModelRunner(str(model_path("qwen3"))), prefill_step_size=16)
+    warmer = ws.Warmer(str(file), ws.load_warm_prompts(str(file)), concurrency=1)
+    caplog.set_level("INFO", "warmserve")
+    engine.start(warmer.run)
+    try:
+        wait_until(lambda: warmer.prompts[1].status == "warmed")
+        file.write_text(json.dumps([[system()]]))
+        engine.clear()
+        assert warmer.rewarm(engine)
+        assert {prompt.status for prompt in warmer.prompts} == {"pending"}
+        wait_until(lambda: warmer.booted)
+        assert [len(warmer.prompts[0].ids)] == [e.num_tokens for e in engine.cache.entries.values()]
+        assert [line.split(":")[1][:12] for line in caplog.messages] == [" 1 completed"]
     finally:
         engine.stop()
         engine.thread.join(20)

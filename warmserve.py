@@ -339,10 +339,12 @@ def check_content(content: Any) -> str:
 def check_message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise BadRequest(f"needs a role, one of {', '.join(ROLES)}")
-    content, calls = message.get("content"), message.get("tool_calls") or []
+    content, calls = message.get("content"), message.get("tool_calls")
+    if unknown := [name for name in ("refusal", "audio", "function_call") if message.get(name)]:
+        raise BadRequest(f"{unknown[0]} is not supported")  # no template shows it to the model
     if content is None and message["role"] == "assistant":  # it only calls tools
         content = ""
-    if not isinstance(calls, list) or not all(is_function(call) for call in calls):
+    if not isinstance(calls, list | None) or not all(is_function(call) for call in calls or ()):
         raise BadRequest("malformed tool_calls")
     # SDKs send an answer back with "tool_calls": null, and to templates that is a call.
     known = {key: value for key, value in message.items() if value not in (None, [])}
@@ -2053,6 +2055,8 @@ class Warmer:
         if not self.prompts or engine.state != "ready":
             return False
         self.asked = True
+        for prompt in self.prompts:  # as from now on; what is running ends unfinished
+            prompt.status, prompt.reason = "pending", None
         with contextlib.suppress(RuntimeError):  # the loop has just been closed
             engine.loop.call_soon_threadsafe(self.request.set)
         return True
@@ -2088,7 +2092,7 @@ class Warmer:
 
     async def warm_all(self, engine: Engine) -> None:
         """Warm every entry, a few at a time, and log what became of them. What is still in the
-        cache costs nothing."""
+        cache costs nothing. When rewarm() is called meanwhile it breaks off."""
         begin = time.monotonic()
         for prompt in self.prompts:
             prompt.status, prompt.reason = "pending", None
@@ -2101,6 +2105,8 @@ class Warmer:
         engine.unpin({pack_ids(p.ids) for p in pending})
         gate = asyncio.Semaphore(self.concurrency)
         await asyncio.gather(*(self.attempt(p, self.prefill(engine, p, gate)) for p in pending))
+        if self.asked:
+            return
         warmed = [p for p in self.prompts if p.status == "warmed"]
         self.elapsed = time.monotonic() - begin
         log.info("Warm-up done (strict-prefix): %d completed, %d skipped, %d prompt tokens in "
@@ -2127,20 +2133,22 @@ class Warmer:
         # To ask for a completion of one token would be simpler, and other servers do. It leaves
         # that token in the caches: recurrent states cannot take it back, and nothing ever matches.
         async with gate:
+            if self.asked:  # after a clear it all begins again, perhaps with another file
+                return
             engine.submit(seq)
             done = await asyncio.to_thread(seq.events.get)
         if done.finish_reason != "warmed":
             raise RuntimeError(done.error or done.finish_reason)
-        prompt.status = "warmed"
+        prompt.status = "pending" if self.asked else "warmed"
 
     async def attempt(self, prompt: WarmPrompt, work: Awaitable[None]) -> None:
         """An entry that cannot be warmed is skipped; the others and the server go on."""
         try:
             await work
         except Exception as e:  # a template, a tokenizer or the engine may raise what it likes
-            prompt.status, prompt.reason = "skipped", str(e) or describe_error(e)
-            level = logging.DEBUG if self.request.is_set() else logging.WARNING  # it comes again
-            log.log(level, "Warm prompt %d skipped: %s", prompt.index, prompt.reason)
+            if not self.asked:
+                prompt.status, prompt.reason = "skipped", str(e) or describe_error(e)
+                log.warning("Warm prompt %d skipped: %s", prompt.index, prompt.reason)
 
 
 # ==== 6. wire format ==============================================================================
