@@ -1545,6 +1545,19 @@ def test_a_crowd_of_nearly_equal_prompts_does_not_chop_a_prefill_into_single_tok
     assert 1 < len(leader.boundaries) <= ws.MAX_BOUNDARIES
 
 
+def test_a_warm_prompt_that_ends_at_a_boundary_waits_and_is_only_pinned(slow_engine):
+    """As after a clear: a request computes the system prompt before its warm-up has come to it."""
+    leader = ask(slow_engine, [system("Every word of this is warm. " * 20), user("and more " * 50)])
+    wait_until(lambda: leader.num_prefilled)
+    (head,) = leader.boundaries
+    warm = ws.Sequence(leader.prompt_ids[:head], GREEDY, [head], pinned=True)
+    slow_engine.submit(warm)
+    assert end_of(warm).finish_reason == "warmed" and answer(leader)
+    assert leader.boundaries == [head]
+    assert slow_engine.clock == len(leader.prompt_ids)  # nothing was computed twice
+    assert slow_engine.cache.entries[warm.key].pinned
+
+
 class NotAlone(ws.OneRank):
     """What the first of two ranks says of itself."""
 

@@ -748,7 +748,7 @@ def can_trim(kv: KV) -> bool:
     return all(c.is_trimmable() and not getattr(c, "start_position", 0) for c in kv)
 
 
-WORTHWHILE = 32  # tokens: to share fewer, nobody waits and no prefill stops
+WORTHWHILE = 32  # tokens: to share fewer, prompts set no boundary and entries are not trimmed
 DETOUR = 8  # tokens: for less, an entry is not trimmed where another one fits as it is
 
 
@@ -849,10 +849,12 @@ class PrefixCache:
         if num_tokens < entry.num_tokens:
             for cache in kv:
                 cache.trim(entry.num_tokens - num_tokens)
-                if type(cache).__name__ == "KVCache":  # by name, or mlx_lm had to be imported here
+            for part in kv_parts(kv):
+                # By name, or mlx_lm had to be imported here.
+                if type(part).__name__ == "KVCache" and part.keys is not None:
                     # Its trim only lowers an offset. What lies behind is cut off here, or the first
                     # write would copy it, and what is stored later would be charged for it.
-                    cache.keys, cache.values = cache.keys_and_values()
+                    part.keys, part.values = part.keys_and_values()
         return kv, num_tokens
 
     def store(self, key: bytes, kv: KV, pinned: bool = False) -> str | None:
@@ -866,7 +868,7 @@ class PrefixCache:
             return f"the caches have seen {kv_length(kv)} tokens, not {len(key) // 4}"
         fork = copy.deepcopy(kv)
         nbytes = self.largest(sum(c.nbytes for c in fork))
-        entry = Entry(key, fork, nbytes, pinned, can_trim(fork))
+        entry = Entry(key, fork, nbytes, pinned, not self.largest(not can_trim(fork)))
         if not pinned and any(e.covers(entry) for e in self.entries.values()):
             return None
         # Pinned entries never leave, so what is free is the bound less those.
@@ -1108,6 +1110,7 @@ class ModelRunner:
         from mlx_lm.generate import StopSequences
         from mlx_lm.models.cache import KVCache
 
+        self.generator: Any = None  # made by reset()
         self.batches = True  # until self_check finds that it does not
         self.vocab_size, self.sample_kv = 0, []  # measured by trial()
         self.on_cpu = mx.default_device() == mx.Device(mx.cpu)
@@ -1123,7 +1126,8 @@ class ModelRunner:
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.memory = info.get("memory_size") or info.get("total_memory") or host  # bytes
         kinds = {type(part) for part in kv_parts(self.new_kv())}
-        self.always_trims = kinds <= {KVCache}  # however full they are: can_trim() tells of now
+        # However full they are, on all ranks; can_trim() tells of now.
+        self.always_trims = not self.ranks.largest(not kinds <= {KVCache})
         self.self_check()
         if self.on_cpu and sys.platform == "linux" and BLAS is None:
             log.warning("no OpenBLAS found: `apt-get install libopenblas0-pthread` makes a CPU "
@@ -1190,6 +1194,9 @@ class ModelRunner:
         """An empty decode batch. After an exception nothing in the old one can be trusted."""
         from mlx_lm.generate import BatchGenerator
 
+        if hasattr(self.generator, "close"):  # first, for it resets a limit that the new one sets
+            with contextlib.suppress(Exception):  # if the device is gone, others will say so
+                self.generator.close()
         rows = 1 << 20  # Engine sets the bound; in mlx_lm's own queue nothing may be left waiting
         if self.batches:
             self.generator = BatchGenerator(
@@ -1476,7 +1483,8 @@ class Engine:
         self.ranks.close(self.error)
         # With another rank gone, mlx would wait for it, or abort before the clients are told.
         if hasattr(self, "runner") and (self.ranks.alone or not self.error):
-            self.runner.close()
+            with contextlib.suppress(Exception):  # a device that is gone
+                self.runner.close()
         self.on_end()
 
     def abandon(self, error: str) -> None:
@@ -1603,7 +1611,7 @@ class Engine:
             except Exception as e:  # a pass of its own, so it fails alone
                 self.fail([seq], e)
             # However few its tokens, a pass has a price: at most 16 of them keep the rows waiting.
-            budget -= max(1, self.prefill_step_size // 16, seq.num_prefilled - before)
+            budget -= max(1, -(-self.prefill_step_size // 16), seq.num_prefilled - before)
             self.clock += seq.num_prefilled - before
 
     def next_to_prefill(self) -> Sequence | None:
@@ -1644,7 +1652,7 @@ class Engine:
         # until both are computed, and then it has 1,000 tokens for nothing.
         # Not the leader's own end: its last pass samples, and no entry stops there.
         end = len(leader.prompt_ids) if leader.pinned else len(leader.prompt_ids) - 1
-        room = min(len(seq.prompt_ids) - 1, end)
+        room = min(len(seq.prompt_ids) - (not seq.pinned), end)
         n = min(common_prefix(leader.key, seq.key), room)
         known = max([seq.num_reusable, *(b for b in leader.boundaries if b <= n)])
         worth = n - max(leader.num_prefilled, known) >= WORTHWHILE
@@ -1658,7 +1666,9 @@ class Engine:
         # a clear a leader stores nothing, so nobody waits for one from before.
         for leader in self.prefilling if self.cache.max_bytes else ():
             for n in leader.boundaries if leader.num_clears == self.cache.num_clears else ():
-                ahead = max(leader.num_prefilled, seq.num_reusable) < n < len(seq.prompt_ids)
+                # At least one token is left to compute, but for warm prompts: they are just pinned.
+                fits = n <= len(seq.prompt_ids) - (not seq.pinned)
+                ahead = fits and max(leader.num_prefilled, seq.num_reusable) < n
                 if ahead and seq.key.startswith(leader.key[: n * 4]):
                     return leader
         return None
@@ -1727,7 +1737,7 @@ class Engine:
     def emit_first(self, seq: Sequence) -> None:
         """(5) The first token goes out before the sequence joins the batch."""
         # mlx_lm's generators always compute a prompt's last token in a pass of its own, and hand
-        # out the first token a decode pass later. Here the one is rare, the other never happens.
+        # out the first token a decode pass later. Here a long rest has the one, nobody the other.
         token, logprobs = self.runner.first_token(seq)
         seq.num_prefilled = len(seq.prompt_ids)
         self.prefilling.remove(seq)
@@ -1748,7 +1758,9 @@ class Engine:
         except Exception as e:
             failed, self.rows, responses = list(self.rows.values()), {}, []
             self.runner.reset()
-            self.fail(failed, e)
+            log.debug("a decode pass failed", exc_info=e)
+            # Its traceback holds the old batch, and the memory that may have been lacking.
+            self.fail(failed, e.with_traceback(None))
         # Pipelined: the device computes pass k + 1 while the tokens of pass k become text.
         #     device   | pass k + 1                              | pass k + 2
         #     host     | text of pass k | prefill of the next step, then start pass k + 2 |
@@ -1794,7 +1806,7 @@ class Engine:
             kv, ids = response.prompt_cache, response.all_tokens
         else:  # a stop string
             kv, ids = self.runner.remove_row(response.uid, want_kv=True)
-        if can_trim(kv):
+        if not self.ranks.largest(not can_trim(kv)):
             self.runner.settle(kv)
             self.cache.store(pack_ids(ids), kv)
 
@@ -2051,7 +2063,8 @@ class Warmer:
         return "off" if not self.prompts else "running" if running else "done"
 
     def rewarm(self, engine: Engine) -> bool:
-        """Warm up again, after a clear. False if there is nothing to warm or nobody to do it."""
+        """Warm up again, before or after a clear. False if there is nothing to warm or nobody to do
+        it."""
         if not self.prompts or engine.state != "ready":
             return False
         self.asked = True
@@ -2071,7 +2084,7 @@ class Warmer:
             try:
                 await self.warm_all(engine)
             finally:
-                self.booted |= not self.request.is_set()  # else it all begins again
+                self.booted |= not (self.asked or self.request.is_set())  # else it begins again
                 self.busy = False
             while not self.request.is_set() and (
                     day == date.today() or not engine.chat.prints_date):
@@ -3580,6 +3593,11 @@ def wind_down(server: Server, outbox: socket.socket) -> None:
     outbox.send(b"D")
 
 
+def tell(outbox: socket.socket, news: bytes) -> None:
+    with contextlib.suppress(OSError):  # it ended so late that nobody listens any more
+        outbox.send(news)
+
+
 def end_with_launcher(server: Server) -> None:
     """mlx.launch holds the other end of our standard input. If it is killed it ends nobody, but
     that end closes."""
@@ -3606,7 +3624,7 @@ def run(server: Server) -> int:
         # 503, which lets a supervisor and a load balancer see that there will be a server.
         log.info("loading %s; listening on http://%s:%d", server.model,
                  f"[{host}]" if ":" in host else host, port)
-        engine.on_end = lambda: outbox.send(b"E")  # before start: it may fail at once
+        engine.on_end = functools.partial(tell, outbox, b"E")  # before start: it may fail at once
         engine.start(server.warmer.run)
         if "MLX_RANK" in os.environ and stat.S_ISFIFO(os.fstat(0).st_mode):
             threading.Thread(target=end_with_launcher, args=(server,), daemon=True).start()
