@@ -1172,8 +1172,7 @@ def test_everything_of_mlx_happens_in_the_engine_thread(model_path, monkeypatch)
         monkeypatch.setattr(ws.ModelRunner, name, noted)
     with running(model_path("gpt_oss"), [[system()]]) as engine:
         answer(ask(engine, [system(), user("hi")]))
-        engine.clear()
-        assert engine.warmer.rewarm(engine)
+        assert engine.warmer.clear(engine)[1]
         wait_until(lambda: engine.cache.entries)
         answer(ask(engine, [system(), user("hi")]))
     assert threads == {"engine"}
@@ -1802,8 +1801,8 @@ def test_a_clear_rewarms_once_however_often_it_is_called(model_path, caplog):
     caplog.set_level("INFO", "warmserve")
     with running(model_path("qwen3"), [[system()]]) as engine:
         for _ in range(5):
-            cleared = engine.clear()
-            assert engine.warmer.rewarm(engine)
+            cleared, scheduled = engine.warmer.clear(engine)
+            assert scheduled
         assert cleared.wait(10)
         wait_until(lambda: engine.cache.entries)
         seq = ask(engine, [system(), user("x")])
@@ -1878,8 +1877,7 @@ def test_a_clear_during_the_boots_warm_up_does_not_make_a_cold_server_ready(mode
     engine.start(warmer.run)
     try:
         wait_until(lambda: engine.prefilling)
-        engine.clear()
-        assert warmer.rewarm(engine)
+        assert warmer.clear(engine)[1]
         wait_until(lambda: warmer.booted)
         assert [entry.pinned for entry in engine.cache.entries.values()].count(True) == 1
     finally:
@@ -1899,8 +1897,7 @@ def test_a_warm_up_that_a_clear_has_overtaken_breaks_off(model_path, tmp_path, c
     try:
         wait_until(lambda: warmer.prompts[1].status == "warmed")
         file.write_text(json.dumps([[system()]]))
-        engine.clear()
-        assert warmer.rewarm(engine)
+        assert warmer.clear(engine)[1]
         assert {prompt.status for prompt in warmer.prompts} == {"pending"}
         wait_until(lambda: warmer.booted)
         assert [len(warmer.prompts[0].ids)] == [e.num_tokens for e in engine.cache.entries.values()]

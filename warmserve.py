@@ -2045,8 +2045,8 @@ def cut_warm_prompt(chat: ChatTokenizer, prompt: WarmPrompt) -> None:
 
 class Warmer:
     """Keeps the warm prompts in the engine's prefix cache. One warm-up runs at a time, and at most
-    one more is pending. rewarm() and the fields are for any thread, run() is a coroutine on the
-    engine's loop."""
+    one more is pending. clear(), rewarm() and the fields are for any thread, run() is a coroutine
+    on the engine's loop."""
 
     def __init__(self, path: str | None, prompts: list[WarmPrompt], concurrency: int = 4) -> None:
         self.path, self.prompts, self.concurrency = path, prompts, concurrency
@@ -2062,14 +2062,20 @@ class Warmer:
         running = self.busy or self.asked or self.request.is_set()
         return "off" if not self.prompts else "running" if running else "done"
 
+    def clear(self, engine: Engine) -> tuple[threading.Event, bool]:
+        """Empty the prefix cache and warm up again. Returns the event of Engine.clear, and whether
+        there is anything to warm."""
+        # First: what the clear interrupts is not skipped, for it comes again.
+        self.asked = bool(self.prompts)
+        for prompt in self.prompts:
+            prompt.status, prompt.reason = "pending", None
+        return engine.clear(), self.rewarm(engine)
+
     def rewarm(self, engine: Engine) -> bool:
-        """Warm up again, before or after a clear. False if there is nothing to warm or nobody to do
-        it."""
+        """Warm up again. False if there is nothing to warm or nobody to do it."""
         if not self.prompts or engine.state != "ready":
             return False
         self.asked = True
-        for prompt in self.prompts:  # as from now on; what is running ends unfinished
-            prompt.status, prompt.reason = "pending", None
         with contextlib.suppress(RuntimeError):  # the loop has just been closed
             engine.loop.call_soon_threadsafe(self.request.set)
         return True
@@ -2872,8 +2878,7 @@ class Handler(BaseHTTPRequestHandler):
         if not engine.cache.max_bytes:
             raise ApiError(409, "the prefix cache is off (--prefix-cache-bytes 0)",
                            code="cache_off")
-        cleared = engine.clear()
-        scheduled = self.server.warmer.rewarm(engine)
+        cleared, scheduled = self.server.warmer.clear(engine)
         cleared.wait(0.5)  # or a little later, but before all that is submitted from now on
         self.send(200, {"status": "cleared", "rewarm_scheduled": scheduled})
 
