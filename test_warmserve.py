@@ -3,6 +3,7 @@
     pytest -q                       everything: about two minutes on two CPU cores, no network
     pytest -q -k "two_ranks"        what has these words in its name; names are sentences
     pytest -q -m "not model"        without the one test that runs the real SmolLM2
+    WARMSERVE_SOAK=1200 pytest -m soak    mixed traffic for 20 minutes a model, and not for seconds
 
     0  helpers       tiny models, an engine, a client, a process: real ones, nothing is mocked
     1  vocabulary    a sequence reaches other ranks as it was submitted
@@ -1885,6 +1886,18 @@ def test_a_clear_during_the_boots_warm_up_does_not_make_a_cold_server_ready(mode
         engine.thread.join(20)
 
 
+def test_a_warm_prompt_that_a_clear_finds_waiting_is_not_computed(shared_engine):
+    """It is of the warm-up before the clear, and the file may have changed."""
+    ids = shared_engine.chat.sequence([system("old " * 60), user("q")], None, {}, GREEDY).prompt_ids
+    warm = ws.Sequence(ids, GREEDY, [len(ids)], pinned=True)
+    with paused(shared_engine):
+        shared_engine.submit(warm)
+        assert shared_engine.warmer.clear(shared_engine)[1]
+    assert end_of(warm).error and warm.key not in shared_engine.cache.entries
+    wait_until(lambda: shared_engine.warmer.state == "done")
+    assert warm.key not in shared_engine.cache.entries
+
+
 def test_a_warm_up_that_a_clear_has_overtaken_breaks_off(model_path, tmp_path, caplog):
     """What the file had before must not be computed any more, nor counted, nor kept."""
     file = tmp_path / "agents.json"
@@ -2972,6 +2985,52 @@ def test_blanks_around_a_length_are_no_part_of_it(client):
     data = json.dumps(HI).encode()
     lines = (f"Content-Length: \t{len(data)} \t", "Connection: close")
     assert statuses(client.exchange(post(data, *lines))) == [200]
+
+
+# -- everything at once --
+
+
+def soak_client(client: Client, seed: int, end: float) -> list[tuple[list, dict, str]]:
+    """Random traffic until the end: what was asked, how, and what the answer was."""
+    rng, said = random.Random(seed), []
+    while time.monotonic() < end:
+        kind = rng.random()
+        if kind < 0.05:
+            assert client.chat(user("hi"), temperature=9)[0] == 400
+        elif kind < 0.2:
+            with client.connect(post({**HI, **LONG, "stream": True})) as vanishing:
+                vanishing.recv(rng.randrange(1, 2000))
+        elif kind < 0.25:
+            assert client.request("DELETE", "/v1/cache/prefix")[0] == 200
+            cache = client.status()["cache"]
+            assert cache["current_memory_mb"] <= cache["max_memory_mb"]
+        else:
+            messages = [system(rng.choice([SYSTEM, f"{rng.random()} is unseen. " * 20]))]
+            for _ in range(rng.randrange(1, 4)):
+                messages.append(user(f"{rng.random()} hello " * rng.randrange(1, 20)))
+                fields = {"max_tokens": rng.randrange(1, 30), "seed": rng.randrange(1000),
+                          "temperature": rng.choice([0, 0, 0.8])}
+                said.append((list(messages), fields, content(client.chat(*messages, **fields))))
+                messages.append(assistant(said[-1][2]))
+    return said
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_mixed_traffic_gets_no_wrong_answer_and_leaves_nothing_behind(model_path, family):
+    """For $WARMSERVE_SOAK seconds, 5 if it is not set, with a cache that is always too small."""
+    end, path = time.monotonic() + float(os.environ.get("WARMSERVE_SOAK", 5)), model_path(family)
+    with (running(path, [[system()]], cache_bytes=1 << 20, max_batch_size=4) as engine,
+          serving(engine) as client, ThreadPoolExecutor(8) as pool):
+        clients = [pool.submit(soak_client, client, seed, end) for seed in range(8)]
+        said = [one for done in clients for one in done.result()]
+        wait_until(lambda: not engine.live)
+        status = client.status()
+    assert (status["num_running"], status["num_waiting"], status["total_errors"]) == (0, 0, 0)
+    assert status["cache"]["evictions"] and status["total_cancelled"]
+    with running(path, cache_bytes=0) as engine, serving(engine) as client:
+        for messages, fields, text in random.Random(0).sample(said, min(100, len(said))):
+            assert content(client.chat(*messages, **fields)) == text, (messages, fields)
 
 
 # ==== 8. bench ====================================================================================

@@ -898,7 +898,7 @@ class PrefixCache:
         self.entries[entry.key] = entry
 
     def pin(self, key: bytes) -> bool:
-        """Keep an entry for good. False if there is none."""
+        """Keep an entry until it is unpinned or cleared. False if there is none."""
         if entry := self.entries.get(key):
             entry.pinned = True
         return entry is not None
@@ -1358,6 +1358,7 @@ CPU_CHUNK, GPU_CHUNK = 256, 2048  # measured on x86 and on an H200
 FINAL_PASS = {"cpu": 96, "metal": 128, "cuda": 1024}
 CACHE_SHARE = 0.2  # of the device's memory, for the prefix cache
 SHUTTING_DOWN = "the server is shutting down"
+CLEARED = "the cache was cleared meanwhile"
 MAX_BOUNDARIES = 8  # of a prompt: each costs a pass, and a hostile crowd could ask for hundreds
 AGEING = 0.5  # a sequence moves up by half a token for each one prefilled since it came
 
@@ -1583,8 +1584,10 @@ class Engine:
 
     def do_clear(self) -> None:
         self.cache.clear()
-        for seq in self.waiting:
+        for seq in list(self.waiting):
             seq.num_reusable = 0
+            if seq.pinned:  # of the warm-up before this; begun only now, it would be stored
+                self.finish(seq, "error", CLEARED)
         if self.clears:  # of rank 0
             self.clears.popleft().set()
 
@@ -1724,7 +1727,7 @@ class Engine:
     def store(self, seq: Sequence) -> str | None:
         """Keep what a prefilling sequence has computed so far. Returns why not, or None."""
         if seq.num_clears != self.cache.num_clears:
-            return "the cache was cleared meanwhile"
+            return CLEARED
         key, complete = seq.key[: seq.num_prefilled * 4], seq.num_prefilled == len(seq.prompt_ids)
         refusal = self.cache.store(key, seq.kv, pinned=seq.pinned and complete)
         if refusal:
