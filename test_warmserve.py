@@ -69,7 +69,7 @@ import tomllib
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import groupby
@@ -422,10 +422,10 @@ def slow_engine(model_path, monkeypatch) -> Iterator[ws.Engine]:
         engine.on_pass = lambda n: None
         prefill, first_token = engine.runner.prefill, engine.runner.first_token
 
-        def note_prefill(ids, kv, wait):
-            engine.passes.append(len(ids))
+        def note_prefill(seq, end, wait):
+            engine.passes.append(end - seq.num_prefilled)
             engine.on_pass(len(engine.passes) + len(engine.last_passes))
-            prefill(ids, kv, wait)
+            prefill(seq, end, wait)
 
         def note_first_token(seq):
             engine.last_passes.append(len(seq.prompt_ids) - seq.num_prefilled)
@@ -1037,14 +1037,30 @@ def test_unpinning_spares_what_is_to_stay():
 # ==== 4. engine ===================================================================================
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@contextmanager
+def rounding_passes() -> Iterator[None]:
+    """Runners that are made inside round the ends of passes, as they do on CUDA."""
+    check = ws.ModelRunner.self_check
+
+    def check_and_round(runner):
+        runner.rounding = 32
+        check(runner)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ws.ModelRunner, "self_check", check_and_round)
+        yield
+
+
+@pytest.fixture(scope="module", params=[*sorted(FAMILIES), "qwen3 with rounding"])
 def warm_and_cold(request, model_path) -> Iterator[tuple[ws.Engine, ws.Engine, list[dict]]]:
     """Of each family an engine with a warm prompt, one without a cache, and the warm messages. They
     are shared by the tests below: what one of them stores, the next one may find."""
-    path = model_path(request.param)
+    family, _, rounding = request.param.partition(" ")
+    path = model_path(family)
     # mamba2's template knows no system role
-    head = [user(SYSTEM)] if request.param == "mamba2" else [system()]
-    with running(path, [head]) as warm, running(path, cache_bytes=0) as cold:
+    head = [user(SYSTEM)] if family == "mamba2" else [system()]
+    with (running(path, cache_bytes=0) as cold,
+          rounding_passes() if rounding else nullcontext(), running(path, [head]) as warm):
         yield warm, cold, head
 
 
@@ -1138,6 +1154,38 @@ def test_a_model_that_computes_batches_wrongly_is_found_out(model_path, monkeypa
     with running(model_path("qwen3")) as engine:
         assert not engine.runner.batches
         answer(ask(engine, [user("hi")]))
+
+
+def test_passes_have_round_ends_where_a_new_length_is_slow(model_path, monkeypatch):
+    """Of the pass and of the caches, but for passes of one token; and however small the chunks."""
+    from mlx_lm.models.qwen3 import Model
+
+    ends, compute = set(), Model.__call__
+
+    def noted(self, inputs, cache=None):
+        start = cache[0].size()
+        ends.update({start, start + inputs.shape[1]} if inputs.shape[1] > 1 else ())
+        return compute(self, inputs, cache)
+
+    with rounding_passes(), running(model_path("qwen3"), [[system()]], prefill_step_size=16) as e:
+        monkeypatch.setattr(Model, "__call__", noted)
+        for num_words in (1, 50, 80):
+            seq = ask(e, [system(), user("why " * num_words)])
+            answer(seq)
+            assert seq.num_cached
+    assert len(ends) > 3 and {n % 32 for n in ends} == {0}
+
+
+def test_no_token_is_computed_behind_the_last_position(model_path):
+    """A model with learned positions has no vector for it."""
+    with rounding_passes(), running(model_path("qwen3")) as engine:
+        engine.runner.context = 50
+        seq = ws.Sequence([5] * 45, GREEDY)
+        seq.kv = engine.runner.new_kv()
+        seen = []
+        engine.runner.model = lambda ids, cache: seen.append(ids.shape) or mx.zeros((*ids.shape, 9))
+        engine.runner.forward(seq, 45)
+        assert seen == [(1, 45)]
 
 
 def test_a_gguf_file_of_another_model_is_refused(tmp_path):

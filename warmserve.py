@@ -127,7 +127,7 @@ for name in ["libopenblas.so.0", *sorted(glob.glob(f"{sys.prefix}/lib/libmkl_rt.
             BLAS = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
 
 # On CUDA mlx plans an attention kernel for each new pair of lengths, and raises when it has planned
-# twice as many as its cache holds: after 512 prompts of different lengths a server would be dead.
+# twice as many as its cache holds: after 512 of them a server would be dead.
 os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
 
 with contextlib.suppress(ImportError):  # bench-serve runs where there is no mlx
@@ -814,8 +814,8 @@ class PrefixCache:
     def find(self, key: bytes) -> tuple[Entry | None, int]:
         """The entry that saves most of a prompt, and how many tokens that is.
 
-        A whole entry is preferred to a trimmed one that saves a few tokens more: GPU kernels are
-        planned for each new pair of lengths (40 ms on an H200), and whole entries repeat theirs.
+        A whole entry is preferred to a trimmed one that saves a few tokens more: for those no pass
+        is any shorter, and the trimmed copy has a price.
         """
         best, most, score = None, 0, 0
         # One comparison an entry, and most differ in the first few bytes: agents are hundreds, not
@@ -1093,6 +1093,9 @@ def skip_mask_of_one_row() -> None:
     BatchKVCache.make_mask = make_mask_of_rows
 
 
+ROUNDING = 32  # tokens, for ModelRunner.forward
+
+
 class ModelRunner:
     """The only place that runs the model. Made, used and closed in the engine thread, as lazily
     built arrays belong to the thread that made them; other threads only read its numbers.
@@ -1128,6 +1131,7 @@ class ModelRunner:
         kinds = {type(part) for part in kv_parts(self.new_kv())}
         # However full they are, on all ranks; can_trim() tells of now.
         self.always_trims = not self.ranks.largest(not kinds <= {KVCache})
+        self.rounding = ROUNDING if self.always_trims and self.backend == "cuda" else 1
         self.self_check()
         if self.on_cpu and sys.platform == "linux" and BLAS is None:
             log.warning("no OpenBLAS found: `apt-get install libopenblas0-pthread` makes a CPU "
@@ -1165,24 +1169,48 @@ class ModelRunner:
 
         return make_prompt_cache(self.model)
 
-    def prefill(self, ids: list[int], kv: KV, wait: bool) -> None:
-        """A forward pass that only fills the caches: its logits are never evaluated, which saves
-        the vocabulary-wide projection of every position, up to a third of the work.
+    def prefill(self, seq: Sequence, end: int, wait: bool) -> None:
+        """A forward pass that only fills the caches, up to prompt_ids[:end]: its logits are never
+        evaluated, which saves the vocabulary-wide projection of every position, up to a third of
+        the work.
 
         Without wait it returns when the pass is queued, so that the host can build the next decode
         pass meanwhile. Where no decode pass follows, nothing else would hold the host back: it
         would queue chunk upon chunk, and a request that arrives now would stand behind them all.
         """
         with mx.stream(self.generator.stream):
-            self.model(mx.array([ids]), cache=kv)  # (1, len(ids)) -> logits, unevaluated
+            self.forward(seq, end)
             # mlx is lazy: this computes the caches, and drops the graph that has led to them.
-            (mx.eval if wait else mx.async_eval)([c.state for c in kv])
+            (mx.eval if wait else mx.async_eval)([c.state for c in seq.kv])
+
+    def forward(self, seq: Sequence, end: int) -> Any:
+        """One pass from where the caches are up to a prompt length: logits (1, vocab_size) there,
+        unevaluated."""
+        # On CUDA, mlx plans an attention kernel for each new pair of lengths, of the pass and of
+        # the caches: 40 to 50 ms on an H200, where a short suffix takes 10. So both ends of a pass
+        # are moved to round numbers. A warm prompt of 1,681 tokens, one of 1,741 that continues it:
+        #     caches of 1,664 tokens | 17 computed again | 60 new ones | 19 of anything
+        # Anything, because in a causal model it changes nothing before it; then it is trimmed off.
+        start = seq.num_prefilled
+        again = behind = 0
+        if end - start > 1:  # a single token is decoded, by a kernel without a plan
+            again, behind = start % self.rounding, -end % self.rounding
+        if end + behind > self.context:  # there may be no positions behind it
+            again = behind = 0
+        self.trim(seq.kv, again)
+        ids = [*seq.prompt_ids[start - again : end], *[0] * behind]
+        logits = self.model(mx.array([ids]), cache=seq.kv)  # (1, len(ids), vocab_size)
+        self.trim(seq.kv, behind)
+        return logits[:, -1 - behind, :]
+
+    def trim(self, kv: KV, num_tokens: int) -> None:
+        for cache in kv if num_tokens else ():
+            cache.trim(num_tokens)
 
     def first_token(self, seq: Sequence) -> tuple[int, Any]:
         """(5) The prompt's last pass: the sampled token, and its logprobs (vocab_size,)."""
         with mx.stream(self.generator.stream):
-            rest = mx.array([seq.prompt_ids[seq.num_prefilled :]])
-            logits = self.model(rest, cache=seq.kv)[:, -1, :]  # (1, vocab_size)
+            logits = self.forward(seq, len(seq.prompt_ids))
             for process in seq.processors:
                 logits = process(mx.array(seq.prompt_ids), logits)
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -1514,6 +1542,7 @@ class Engine:
             self.cache.max_bytes = int(memory * CACHE_SHARE)
         if self.prefill_step_size is None:
             self.prefill_step_size = CPU_CHUNK if runner.on_cpu else GPU_CHUNK
+        self.prefill_step_size = max(self.prefill_step_size, runner.rounding)
         self.final_pass = min(FINAL_PASS[runner.backend], self.prefill_step_size)
         nbytes = self.ranks.largest(runner.nbytes)
         self.kv_budget = 0.9 * memory - nbytes - self.cache.max_bytes
@@ -1713,12 +1742,13 @@ class Engine:
         if target == end and not seq.pinned:
             self.emit_first(seq)
             return
-        # Always a whole chunk, though it may overdraw the budget: on a GPU a new length is slow.
-        target = min(target, done + self.prefill_step_size)
+        # Always a whole chunk, though it may overdraw the budget.
+        chunk_end = done + self.prefill_step_size
+        target = min(target, chunk_end - chunk_end % self.runner.rounding)
         # Before the last pass there is nothing to wait for: it is planned while this one runs.
         # A warm prompt has no such pass: its entry is complete when it is computed.
         wait = not self.rows and (seq.pinned or end - target > self.final_pass)
-        self.runner.prefill(seq.prompt_ids[done:target], seq.kv, wait)
+        self.runner.prefill(seq, target, wait)
         seq.num_prefilled = target
         refusal = self.store(seq) if target in seq.boundaries else None
         if seq.pinned and target == end:
