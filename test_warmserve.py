@@ -69,7 +69,7 @@ import tomllib
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import groupby
@@ -1059,8 +1059,9 @@ def warm_and_cold(request, model_path) -> Iterator[tuple[ws.Engine, ws.Engine, l
     path = model_path(family)
     # mamba2's template knows no system role
     head = [user(SYSTEM)] if family == "mamba2" else [system()]
-    with (running(path, cache_bytes=0) as cold,
-          rounding_passes() if rounding else nullcontext(), running(path, [head]) as warm):
+    with running(path, cache_bytes=0) as cold, ExitStack() as stack:
+        with rounding_passes() if rounding else nullcontext():
+            warm = stack.enter_context(running(path, [head]))
         yield warm, cold, head
 
 
@@ -3722,6 +3723,26 @@ def test_the_scripts_dependencies_are_those_of_the_project():
     assert script["tool"]["uv"] == project["tool"]["uv"]
 
 
+def test_the_comparison_with_peers_runs(model_path):
+    """Of README's "Measure": all servers, one model, one table. Without vllm-mlx here, which needs
+    another mlx-lm."""
+    run = subprocess.run(
+        [sys.executable, HERE / "bench/compare.py", model_path("qwen3"), "--clients", "2",
+         "--servers", "warmserve,mlx_lm.server", "--suffixes", "20", "--system-words", "60",
+         "--rounds", "1", "--max-tokens", "12", "--no-bare", "--no-streams"],
+        capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]]
+            for line in run.stdout.splitlines() if line.startswith("| +20")]
+    assert [row[0] for row in rows if "TTFT" in row[0]] == [
+        "+20 warm x 2: TTFT ms", "+20 cold x 2: TTFT ms"]
+    for _, ours, theirs, bare, ratio, of_bare in rows:
+        assert float(ratio) == pytest.approx(float(ours) / float(theirs), abs=0.01)
+        assert bare == of_bare == ""
+    assert "cached 0 of" not in next(x for x in run.stdout.splitlines() if "warm x 2: TTFT" in x)
+
+
 def test_nothing_refers_to_a_file_outside_the_project():
-    for name in ("warmserve.py", "test_warmserve.py", "README.md", "pyproject.toml", ".ci/run"):
+    for name in ("warmserve.py", "test_warmserve.py", "README.md", "pyproject.toml", ".ci/run",
+                 "bench/compare.py"):
         assert ".." + "/shared" not in (HERE / name).read_text()

@@ -426,6 +426,12 @@ class Head:
             return encode(text)
         return self.ids[: self.num_text] + encode(text[len(self.text) :])
 
+    def length(self, ids: list[int]) -> int:
+        """How many of a prompt's first tokens are this head: all of it, or none."""
+        # It differs when the template prints a time, and at midnight: then nothing is stored there.
+        num_tokens = len(self.packed) // 4
+        return num_tokens if pack_ids(ids[:num_tokens]) == self.packed else 0
+
 
 class ChatTokenizer:
     """The model's tokenizer and chat template. Any thread may call it.
@@ -480,13 +486,13 @@ class ChatTokenizer:
         text, ids = self.render(messages, tools, kwargs), None
         # What cannot fit is not encoded: a few such requests would take seconds and gigabytes.
         if len(text) <= self.context * self.longest:
-            head = self.memo.get(self.memo_key(self.probe_split, leading(messages), tools, kwargs))
-            ids = (head or Head()).encode(text, self.encode)
+            head = self.head(messages, tools, kwargs)
+            ids = head.encode(text, self.encode)
         if ids is None or len(ids) >= self.context:
             size = f"{len(ids)} tokens" if ids else f"{len(text)} characters"
             raise BadRequest(f"This model's maximum context length is {self.context} tokens, the "
                              f"prompt has {size}", "messages", "context_length_exceeded")
-        length = self.head_length(ids, messages, tools, kwargs)
+        length = head.length(ids)
         opened = self.tokenizer.has_thinking and text.rstrip().endswith(self.tokenizer.think_start)
         return Sequence(ids, params, boundaries=[length] if 0 < length < len(ids) else [],
                         stable=self.stable_length(ids, kwargs), thinking=bool(opened))
@@ -533,24 +539,26 @@ class ChatTokenizer:
     def chat_ids(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> list[int]:
         return self.encode(self.render(messages, tools, kwargs))
 
-    def probe(
-        self, messages: Messages, tools: Tools, kwargs: dict[str, Any]
-    ) -> list[tuple[str, list[int]]]:
-        """Prompts that continue these messages with a user's message: text and token ids."""
+    def probe(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> list[str]:
+        """The texts of prompts that continue these messages with a user's message."""
         # Never without a user's message: one template in ten refuses that, or loses the system's.
         prompts = []
         for text in PROBES:
             try:
-                prompt = self.render([*messages, turn("user", text)], tools, kwargs)
-                prompts.append((prompt, self.encode(prompt)))
+                prompts.append(self.render([*messages, turn("user", text)], tools, kwargs))
             except BadRequest:
                 if text:  # a few templates refuse an empty message: then nobody can send one
                     raise
         return prompts
 
+    def head(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> Head:
+        """(1), (9) How prompts with these system messages and tools begin."""
+        begin = leading(messages)
+        return self.remember(self.probe_split, begin, tools, kwargs) if begin or tools else Head()
+
     def probe_split(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> Head:
         """(1), (9) How every prompt begins that continues these messages with a user's message.
-        Requests, through head_length, and warm prompts are cut here, at the same token.
+        Requests and warm prompts are cut here, at the same token.
 
         Cut in token space: the common *text* of the prompts, encoded on its own, would end in
         tokens that become others as soon as a user's text follows.
@@ -559,23 +567,23 @@ class ChatTokenizer:
         #     probe "\n\nx"  ... <|im_start|> user \n\n\n x  whose last token is another one here
         #     head           ... <|im_start|> user           is what the token ids agree on
         prompts = self.probe(messages, tools, kwargs)
-        ids = shared_head([ids for _, ids in prompts])
+        text = self.cut_text(prompts)
+        known = self.encode(text)
+        ids = shared_head([known + self.encode(prompt[len(text) :]) for prompt in prompts])
         # A blank at the end would merge with the user's first word; no probe tries every word.
         while ids and self.tokenizer.decode(ids[-1:]).endswith(" "):
             ids.pop()
-        text = self.cut_text(prompts)
-        known = self.encode(text)
-        return Head(pack_ids(ids), *((text, len(known)) if known == ids[: len(known)] else ()))
+        return Head(pack_ids(ids), *((text, len(known)) if len(known) <= len(ids) else ()))
 
-    def cut_text(self, prompts: list[tuple[str, list[int]]]) -> str:
-        """Of the beginning of these prompts, given with their token ids, as much as need not be
-        encoded again with every request: up to its last special token. What stands before such a
-        token and what comes behind are encoded each on its own; here that is tried out."""
-        common = os.path.commonprefix([text for text, _ in prompts])
-        cut = max([0, *map(common.rfind, self.special)])
-        known = self.encode(common[:cut])
-        parts = all(known + self.encode(text[cut:]) == ids for text, ids in prompts)
-        return common[:cut] if parts else ""
+    def cut_text(self, prompts: list[str]) -> str:
+        """Of the beginning of these prompts as much as need not be encoded again and again: up to
+        its last special token. What stands before such a token and what comes behind are encoded
+        each on its own; that is tried out on one of the prompts."""
+        common = os.path.commonprefix(prompts)
+        text = common[: max([0, *map(common.rfind, self.special)])]
+        behind = prompts[0][len(text) :]
+        whole = self.encode(text) + self.encode(behind) == self.encode(prompts[0])
+        return text if whole else ""
 
     def unstable_tail(self, kwargs: dict[str, Any]) -> int:
         """How many last tokens of a prompt its continuation will not have.
@@ -615,18 +623,6 @@ class ChatTokenizer:
                     del self.memo[next(iter(self.memo))]
                 self.memo[key] = work(*arguments)
             return self.memo[key]
-
-    def head_length(
-        self, ids: list[int], messages: Messages, tools: Tools, kwargs: dict[str, Any]
-    ) -> int:
-        """How many of a prompt's first tokens are its system messages and tools."""
-        begin = leading(messages)
-        if not begin and not tools:
-            return 0
-        prefix = self.remember(self.probe_split, begin, tools, kwargs).packed
-        num_tokens = len(prefix) // 4
-        # They differ when the template prints a time, and at midnight: then nothing is stored here.
-        return num_tokens if pack_ids(ids[:num_tokens]) == prefix else 0
 
     def stable_length(self, ids: list[int], kwargs: dict[str, Any]) -> int:
         """How much of a prompt is worth keeping for its next turn; at least one token is left to
@@ -2071,7 +2067,7 @@ def cut_warm_prompt(chat: ChatTokenizer, prompt: WarmPrompt) -> None:
     if not ids:
         raise BadRequest("no beginning of its rendering is independent of the user's text")
     prompt.ids = ids
-    prompt.boundaries = {chat.head_length(ids, messages, *rest), len(ids)} - {0}
+    prompt.boundaries = {chat.head(messages, *rest).length(ids), len(ids)} - {0}
     if len(ids) >= chat.context:
         raise BadRequest(f"{len(ids)} tokens leave no room in the context")
 
