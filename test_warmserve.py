@@ -68,7 +68,7 @@ import time
 import tomllib
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -3040,7 +3040,8 @@ def test_blanks_around_a_length_are_no_part_of_it(client):
 
 
 def soak_client(client: Client, seed: int, end: float) -> list[tuple[list, dict, str]]:
-    """Random traffic until the end: what was asked, how, and what the answer was."""
+    """Random traffic until the end: what was asked, how, and what the answer was, of 40 requests
+    at most, for the test's own memory is watched, too."""
     rng, said = random.Random(seed), []
     while time.monotonic() < end:
         kind = rng.random()
@@ -3059,9 +3060,19 @@ def soak_client(client: Client, seed: int, end: float) -> list[tuple[list, dict,
                 messages.append(user(f"{rng.random()} hello " * rng.randrange(1, 20)))
                 fields = {"max_tokens": rng.randrange(1, 30), "seed": rng.randrange(1000),
                           "temperature": rng.choice([0, 0, 0.8])}
-                said.append((list(messages), fields, content(client.chat(*messages, **fields))))
-                messages.append(assistant(said[-1][2]))
+                text = content(client.chat(*messages, **fields))
+                if len(said) == 40:
+                    said.pop(rng.randrange(40))
+                said.append((list(messages), fields, text))
+                messages.append(assistant(text))
     return said
+
+
+def resident_mb() -> float:
+    """This process's memory. Linux only; elsewhere 0."""
+    path = Path("/proc/self/statm")
+    pages = int(path.read_text().split()[1]) if path.exists() else 0
+    return pages * resource.getpagesize() / 1e6
 
 
 @pytest.mark.soak
@@ -3071,10 +3082,15 @@ def test_mixed_traffic_gets_no_wrong_answer_and_leaves_nothing_behind(model_path
     end, path = time.monotonic() + float(os.environ.get("WARMSERVE_SOAK", 5)), model_path(family)
     with (running(path, [[system()]], cache_bytes=1 << 20, max_batch_size=4) as engine,
           serving(engine) as client, ThreadPoolExecutor(8) as pool):
-        clients = [pool.submit(soak_client, client, seed, end) for seed in range(8)]
+        clients, seconds = [pool.submit(soak_client, client, n, end) for n in range(8)], []
+        while wait(clients, timeout=1).not_done:
+            seconds.append(resident_mb())
         said = [one for done in clients for one in done.result()]
         wait_until(lambda: not engine.live)
         status = client.status()
+    begin, rest = seconds[: len(seconds) // 2], seconds[len(seconds) // 2 :]
+    print(status, f"resident MB: at most {max(begin):.0f}, then {max(rest):.0f}")
+    assert len(seconds) < 100 or max(rest) < 1.1 * max(begin)
     assert (status["num_running"], status["num_waiting"], status["total_errors"]) == (0, 0, 0)
     assert status["cache"]["evictions"] and status["total_cancelled"]
     with running(path, cache_bytes=0) as engine, serving(engine) as client:
