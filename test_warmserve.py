@@ -3061,9 +3061,7 @@ def soak_client(client: Client, seed: int, end: float) -> list[tuple[list, dict,
                 fields = {"max_tokens": rng.randrange(1, 30), "seed": rng.randrange(1000),
                           "temperature": rng.choice([0, 0, 0.8])}
                 text = content(client.chat(*messages, **fields))
-                if len(said) == 40:
-                    said.pop(rng.randrange(40))
-                said.append((list(messages), fields, text))
+                said = rng.sample(said, min(39, len(said))) + [(list(messages), fields, text)]
                 messages.append(assistant(text))
     return said
 

@@ -582,8 +582,8 @@ class ChatTokenizer:
         common = os.path.commonprefix(prompts)
         text = common[: max([0, *map(common.rfind, self.special)])]
         behind = prompts[0][len(text) :]
-        whole = self.encode(text) + self.encode(behind) == self.encode(prompts[0])
-        return text if whole else ""
+        apart = self.encode(text) + self.encode(behind)
+        return text if apart == self.encode(prompts[0]) else ""
 
     def unstable_tail(self, kwargs: dict[str, Any]) -> int:
         """How many last tokens of a prompt its continuation will not have.
@@ -1089,7 +1089,8 @@ def skip_mask_of_one_row() -> None:
     BatchKVCache.make_mask = make_mask_of_rows
 
 
-ROUNDING = 32  # tokens, for ModelRunner.forward
+# Tokens, for ModelRunner.forward. More of them: fewer lengths to plan for, more to compute in vain.
+ROUNDING = {"cpu": 1, "metal": 1, "cuda": 32}
 
 
 class ModelRunner:
@@ -1127,11 +1128,8 @@ class ModelRunner:
         kinds = {type(part) for part in kv_parts(self.new_kv())}
         # However full they are, on all ranks; can_trim() tells of now.
         self.always_trims = not self.ranks.largest(not kinds <= {KVCache})
-        self.rounding = ROUNDING if self.always_trims and self.backend == "cuda" else 1
+        self.rounding = ROUNDING[self.backend] if self.always_trims else 1
         self.self_check()
-        if self.on_cpu and sys.platform == "linux" and BLAS is None:
-            log.warning("no OpenBLAS found: `apt-get install libopenblas0-pthread` makes a CPU "
-                        "prefill about 20 times faster")
 
     def load(self) -> tuple[Any, Any, dict[str, Any]]:
         """Model, tokenizer and config, with all weights in memory."""
@@ -1149,6 +1147,9 @@ class ModelRunner:
         if self.on_cpu:  # there 16-bit scales are 30 times slower than float32, dense is fastest
             model = dequantize_model(model)
             model.set_dtype(mx.float32)
+            if sys.platform == "linux" and BLAS is None:
+                log.warning("no OpenBLAS found: `apt-get install libopenblas0-pthread` makes a CPU "
+                            "prefill about 20 times faster")
         self.ranks.shard(model, config.get("text_config", config))
         weights = [array for _, array in tree_flatten(model.parameters())]
         self.nbytes = sum(w.nbytes for w in weights)
@@ -1184,17 +1185,16 @@ class ModelRunner:
         unevaluated."""
         # On CUDA, mlx plans an attention kernel for each new pair of lengths, of the pass and of
         # the caches: 40 to 50 ms on an H200, where a short suffix takes 10. So both ends of a pass
-        # are moved to round numbers. A warm prompt of 1,681 tokens, one of 1,741 that continues it:
+        # are moved to round numbers. A prompt of 1,741 tokens, of which a warm prompt has 1,681:
         #     caches of 1,664 tokens | 17 computed again | 60 new ones | 19 of anything
-        # Anything, because in a causal model it changes nothing before it; then it is trimmed off.
-        start = seq.num_prefilled
-        again = behind = 0
-        if end - start > 1:  # a single token is decoded, by a kernel without a plan
-            again, behind = start % self.rounding, -end % self.rounding
-        if end + behind > self.context:  # there may be no positions behind it
+        # Anything, because in a causal model it changes nothing before it; it is trimmed off again.
+        again, behind = seq.num_prefilled % self.rounding, -end % self.rounding
+        # A single token is decoded, by a kernel without a plan; and some models have no positions
+        # behind their context.
+        if end - seq.num_prefilled == 1 or end + behind > self.context:
             again = behind = 0
         self.trim(seq.kv, again)
-        ids = [*seq.prompt_ids[start - again : end], *[0] * behind]
+        ids = seq.prompt_ids[seq.num_prefilled - again : end] + [0] * behind
         logits = self.model(mx.array([ids]), cache=seq.kv)  # (1, len(ids), vocab_size)
         self.trim(seq.kv, behind)
         return logits[:, -1 - behind, :]
