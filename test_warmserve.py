@@ -689,10 +689,39 @@ def test_yesterdays_prefix_is_no_boundary_of_todays_prompt(chat_of, monkeypatch)
 
 
 def test_what_is_remembered_of_prefixes_is_bounded(chat_of):
-    """A hostile client may send a new system prompt with every request."""
+    """A hostile client may send a new system prompt with every request, and one that is refused
+    for its length."""
     chat = chat_of("chatml")
+    with pytest.raises(ws.BadRequest, match="maximum context length"):
+        chat.sequence([system("y" * chat.context), user("q")], None, {}, GREEDY)
+    assert not chat.memo
     assert [chat.remember(len, "x" * n) for n in range(1100)] == list(range(1100))
     assert len(chat.memo) == 256
+
+
+def test_a_known_beginning_is_not_continued_by_another_token(chat_of):
+    """The template prints an assistant's text without a marker: behind "hel" it is one token more,
+    and another one. The encoding of the system prompt may be cut only where its marker follows."""
+    chat = chat_of("chatml")
+    chat.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}")
+    for messages in ([system("hel"), user("q")], [system("hel"), assistant("lo"), user("q")]):
+        for _ in range(2):  # the second time the system prompt is known
+            ids = chat.sequence(messages, None, {}, GREEDY).prompt_ids
+            assert ids == chat.chat_ids(messages, None, {})
+
+
+def test_an_unseen_system_prompt_is_encoded_three_times_and_a_known_one_never(chat_of, monkeypatch):
+    """As part of its first prompt, alone, and as part of the one probe that shows that it can be
+    cut off. Eight probes and more would cost as much as a prefill on a GPU."""
+    chat, encoded = chat_of("chatml"), []
+    encode = chat.encode
+    monkeypatch.setattr(chat, "encode", lambda text: encoded.append(SYSTEM in text) or encode(text))
+    for expected in (3, 0):
+        encoded.clear()
+        chat.sequence([system(), user("q")], None, {}, GREEDY)
+        assert sum(encoded) == expected
 
 
 # -- messages become token ids --
@@ -1175,6 +1204,34 @@ def test_passes_have_round_ends_where_a_new_length_is_slow(model_path, monkeypat
             answer(seq)
             assert seq.num_cached
     assert len(ends) > 3 and {n % 32 for n in ends} == {0}
+
+
+def test_from_an_uneven_start_a_step_computes_one_chunk(model_path, monkeypatch):
+    """What is computed again for a round start counts as work, and is part of the chunk: the next
+    one starts at a round number."""
+    passes, number = [], [0]
+    with rounding_passes(), running(model_path("qwen3"), prefill_step_size=64) as engine:
+        prefill, step = engine.runner.prefill, engine.step
+
+        def noted(seq, end, wait):
+            passes.append((number[0], seq.num_prefilled))
+            prefill(seq, end, wait)
+
+        def counted():
+            number[0] += 1
+            step()
+
+        ids = engine.chat.encode(SYSTEM * 8)
+        first, second = (ws.Sequence(ids[:n], GREEDY) for n in (102, 400))
+        engine.submit(first)
+        answer(first)
+        monkeypatch.setattr(engine.runner, "prefill", noted)
+        monkeypatch.setattr(engine, "step", counted)
+        engine.submit(second)
+        answer(second)
+    numbers, starts = zip(*passes, strict=True)
+    assert len(set(numbers)) == len(numbers)
+    assert starts == (102, 160, 224, 288)  # from 352 on it is the last pass
 
 
 def test_no_token_is_computed_behind_the_last_position(model_path):
@@ -3738,25 +3795,31 @@ def test_the_scripts_dependencies_are_those_of_the_project():
 
 
 def test_the_comparison_with_peers_runs(model_path):
-    """Of README's "Measure": all servers, one model, one table. Without vllm-mlx here, which needs
+    """README's "Measure": all servers, one model, one table. Without vllm-mlx here, which needs
     another mlx-lm."""
-    run = subprocess.run(
-        [sys.executable, HERE / "bench/compare.py", model_path("qwen3"), "--clients", "2",
-         "--servers", "warmserve,mlx_lm.server", "--suffixes", "20", "--system-words", "60",
-         "--rounds", "1", "--max-tokens", "12", "--no-bare", "--no-streams"],
-        capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]]
-            for line in run.stdout.splitlines() if line.startswith("| +20")]
-    assert [row[0] for row in rows if "TTFT" in row[0]] == [
-        "+20 warm x 2: TTFT ms", "+20 cold x 2: TTFT ms"]
-    for _, ours, theirs, bare, ratio, of_bare in rows:
+    command = [sys.executable, HERE / ".ci/compare.py", model_path("qwen3"), "--clients", "2",
+               "--servers", "warmserve,mlx_lm.server", "--suffixes", "20", "--system-words", "60",
+               "--rounds", "1", "--max-tokens", "12", "--no-streams"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            out = process.communicate(timeout=200)[0]
+        finally:
+            process.terminate()  # which ends its servers
+    assert process.returncode == 0, out
+    rows = [[cell.strip().replace(",", "") for cell in line.split("|")[1:-1]]
+            for line in out.splitlines() if line.startswith("| ")]
+    figures = {row[0]: row[1:] for row in rows}
+    for mode in ("warm", "cold"):
+        ours, theirs, bare, ratio, of_bare = figures[f"+20 {mode} x 2: TTFT ms"]
         assert float(ratio) == pytest.approx(float(ours) / float(theirs), abs=0.01)
         assert bare == of_bare == ""
-    assert "cached 0 of" not in next(x for x in run.stdout.splitlines() if "warm x 2: TTFT" in x)
+        ours, theirs, bare, ratio, of_bare = figures[f"decode x 8 {mode}: ms"]
+        assert float(of_bare) == pytest.approx(float(ours) / float(bare), abs=0.01)
+        assert theirs == ratio == ""
+    assert "cached 0 of" not in next(x for x in out.splitlines() if "warm x 2: TTFT" in x)
 
 
 def test_nothing_refers_to_a_file_outside_the_project():
     for name in ("warmserve.py", "test_warmserve.py", "README.md", "pyproject.toml", ".ci/run",
-                 "bench/compare.py"):
+                 ".ci/compare.py"):
         assert ".." + "/shared" not in (HERE / name).read_text()

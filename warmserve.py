@@ -410,25 +410,29 @@ def shared_head(encodings: list[list[int]]) -> list[int]:
 @dataclass(frozen=True)
 class Head:
     """How every prompt with certain system messages and tools begins: the token ids, which is what
-    can be prefilled for all of them. The rest only saves encoding them again and again."""
+    can be prefilled for all of them. The rest spares encoding most of it again and again."""
 
     packed: bytes = b""  # the token ids
-    text: str = ""  # the text up to its last special token, where an encoding can be cut
-    num_text: int = 0  # how many of the token ids that text is
+    # The text up to its last special token, which is the seam. What stands before it and what
+    # begins with it are encoded each on its own, so that the text's ids never change.
+    text: str = ""
+    seam: str = ""
+    num_text: int = 0  # how many of the token ids the text is
 
     @property
     def ids(self) -> list[int]:
         return unpack_ids(self.packed)
 
     def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Token ids of a prompt, of which only what comes behind this head is encoded."""
-        if not text.startswith(self.text):  # the template prints a clock, or the date has turned
+        """Token ids of a prompt, of which only what follows the text is encoded."""
+        # Not so if the template prints a clock or the date has turned, or if the system messages
+        # are followed by another turn than a user's, which begins without that token.
+        if not text.startswith(self.text + self.seam):
             return encode(text)
         return self.ids[: self.num_text] + encode(text[len(self.text) :])
 
     def length(self, ids: list[int]) -> int:
         """How many of a prompt's first tokens are this head: all of it, or none."""
-        # It differs when the template prints a time, and at midnight: then nothing is stored there.
         num_tokens = len(self.packed) // 4
         return num_tokens if pack_ids(ids[:num_tokens]) == self.packed else 0
 
@@ -486,13 +490,13 @@ class ChatTokenizer:
         text, ids = self.render(messages, tools, kwargs), None
         # What cannot fit is not encoded: a few such requests would take seconds and gigabytes.
         if len(text) <= self.context * self.longest:
-            head = self.head(messages, tools, kwargs)
-            ids = head.encode(text, self.encode)
+            head = self.memo.get(self.memo_key(self.probe_split, leading(messages), tools, kwargs))
+            ids = (head or Head()).encode(text, self.encode)
         if ids is None or len(ids) >= self.context:
             size = f"{len(ids)} tokens" if ids else f"{len(text)} characters"
             raise BadRequest(f"This model's maximum context length is {self.context} tokens, the "
                              f"prompt has {size}", "messages", "context_length_exceeded")
-        length = head.length(ids)
+        length = self.head(messages, tools, kwargs).length(ids)
         opened = self.tokenizer.has_thinking and text.rstrip().endswith(self.tokenizer.think_start)
         return Sequence(ids, params, boundaries=[length] if 0 < length < len(ids) else [],
                         stable=self.stable_length(ids, kwargs), thinking=bool(opened))
@@ -552,7 +556,7 @@ class ChatTokenizer:
         return prompts
 
     def head(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> Head:
-        """(1), (9) How prompts with these system messages and tools begin."""
+        """probe_split of the system messages and tools, remembered; of neither, nothing."""
         begin = leading(messages)
         return self.remember(self.probe_split, begin, tools, kwargs) if begin or tools else Head()
 
@@ -567,23 +571,23 @@ class ChatTokenizer:
         #     probe "\n\nx"  ... <|im_start|> user \n\n\n x  whose last token is another one here
         #     head           ... <|im_start|> user           is what the token ids agree on
         prompts = self.probe(messages, tools, kwargs)
-        text = self.cut_text(prompts)
-        known = self.encode(text)
+        text, seam, known = self.cut_text(prompts)
         ids = shared_head([known + self.encode(prompt[len(text) :]) for prompt in prompts])
         # A blank at the end would merge with the user's first word; no probe tries every word.
         while ids and self.tokenizer.decode(ids[-1:]).endswith(" "):
             ids.pop()
-        return Head(pack_ids(ids), *((text, len(known)) if len(known) <= len(ids) else ()))
+        return Head(pack_ids(ids), *((text, seam, len(known)) if len(known) <= len(ids) else ()))
 
-    def cut_text(self, prompts: list[str]) -> str:
-        """Of the beginning of these prompts as much as need not be encoded again and again: up to
-        its last special token. What stands before such a token and what comes behind are encoded
-        each on its own; that is tried out on one of the prompts."""
+    def cut_text(self, prompts: list[str]) -> tuple[str, str, list[int]]:
+        """What these prompts agree on, up to the last special token in it; that token; and the ids
+        of the text before it, which need not be encoded again with every prompt."""
         common = os.path.commonprefix(prompts)
-        text = common[: max([0, *map(common.rfind, self.special)])]
-        behind = prompts[0][len(text) :]
-        apart = self.encode(text) + self.encode(behind)
-        return text if apart == self.encode(prompts[0]) else ""
+        seam = max(self.special, key=common.rfind, default="")
+        text = common[: max(0, common.rfind(seam))] if seam else ""
+        known = self.encode(text)
+        # Tried out on one of them: what comes after the seam cannot matter to what comes before.
+        apart = known + self.encode(prompts[0][len(text) :])
+        return (text, seam, known) if apart == self.encode(prompts[0]) else ("", "", [])
 
     def unstable_tail(self, kwargs: dict[str, Any]) -> int:
         """How many last tokens of a prompt its continuation will not have.
@@ -810,8 +814,8 @@ class PrefixCache:
     def find(self, key: bytes) -> tuple[Entry | None, int]:
         """The entry that saves most of a prompt, and how many tokens that is.
 
-        A whole entry is preferred to a trimmed one that saves a few tokens more: for those no pass
-        is any shorter, and the trimmed copy has a price.
+        A whole entry is preferred to a trimmed one that saves a few tokens more: those cost less
+        than the trimmed copy.
         """
         best, most, score = None, 0, 0
         # One comparison an entry, and most differ in the first few bytes: agents are hundreds, not
@@ -1089,7 +1093,8 @@ def skip_mask_of_one_row() -> None:
     BatchKVCache.make_mask = make_mask_of_rows
 
 
-# Tokens, for ModelRunner.forward. More of them: fewer lengths to plan for, more to compute in vain.
+# Tokens, for ModelRunner.forward: with more there are fewer lengths to plan for, but up to twice as
+# many tokens a pass are computed in vain. No chunk may be smaller.
 ROUNDING = {"cpu": 1, "metal": 1, "cuda": 32}
 
 
@@ -1184,13 +1189,14 @@ class ModelRunner:
         """One pass from where the caches are up to a prompt length: logits (1, vocab_size) there,
         unevaluated."""
         # On CUDA, mlx plans an attention kernel for each new pair of lengths, of the pass and of
-        # the caches: 40 to 50 ms on an H200, where a short suffix takes 10. So both ends of a pass
-        # are moved to round numbers. A prompt of 1,741 tokens, of which a warm prompt has 1,681:
+        # the caches: 40 to 50 ms on an H200, where a short suffix takes 10. So there the start of a
+        # pass is moved back and its end forward, to multiples of 32 (elsewhere: of 1). A prompt of
+        # 1,741 tokens, of which a warm prompt has 1,681:
         #     caches of 1,664 tokens | 17 computed again | 60 new ones | 19 of anything
         # Anything, because in a causal model it changes nothing before it; it is trimmed off again.
         again, behind = seq.num_prefilled % self.rounding, -end % self.rounding
-        # A single token is decoded, by a kernel without a plan; and some models have no positions
-        # behind their context.
+        # Not a pass of one token, whose kernel needs no plan; nor one that would go beyond the
+        # context, where some models have no positions.
         if end - seq.num_prefilled == 1 or end + behind > self.context:
             again = behind = 0
         self.trim(seq.kv, again)
@@ -1639,7 +1645,9 @@ class Engine:
             except Exception as e:  # a pass of its own, so it fails alone
                 self.fail([seq], e)
             # However few its tokens, a pass has a price: at most 16 of them keep the rows waiting.
-            budget -= max(1, -(-self.prefill_step_size // 16), seq.num_prefilled - before)
+            # What it computes again, for a round start, costs as much as what is new.
+            computed = seq.num_prefilled - before + before % self.runner.rounding
+            budget -= max(1, -(-self.prefill_step_size // 16), computed)
             self.clock += seq.num_prefilled - before
 
     def next_to_prefill(self) -> Sequence | None:
@@ -1726,8 +1734,8 @@ class Engine:
 
     def advance(self, seq: Sequence) -> None:
         """(4) One pass: a chunk, or up to the next boundary, or the last one."""
-        # A prompt of 5,000 tokens with a boundary at 1,200, on CUDA:
-        #     0 to 1,200, store | to 3,248, a chunk | to 4,999 | the last one, sample
+        # A prompt of 5,000 tokens with a boundary at 1,216, on CUDA:
+        #     0 to 1,216, store | to 3,264, a chunk | to 4,999 | the last one, sample
         # One of 3,000 without:
         #     0 to 2,048 | to 3,000, sample: a last pass of 952 tokens may ask for logits
         done, end = seq.num_prefilled, len(seq.prompt_ids)
@@ -1738,7 +1746,7 @@ class Engine:
         if target == end and not seq.pinned:
             self.emit_first(seq)
             return
-        # Always a whole chunk, though it may overdraw the budget.
+        # Always a whole chunk, with what is computed again, though it may overdraw the budget.
         chunk_end = done + self.prefill_step_size
         target = min(target, chunk_end - chunk_end % self.runner.rounding)
         # Before the last pass there is nothing to wait for: it is planned while this one runs.
@@ -3580,7 +3588,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-queue", metavar="N", type=whole(0), default=128,
         help="requests that may wait beyond those; past it, 503 (default: %(default)s)")
     add("--prefill-step-size", metavar="N", type=whole(1), help="tokens of a prefill pass; about "
-        f"as many between two decode passes (default: {GPU_CHUNK} on a GPU, {CPU_CHUNK} on a CPU)")
+        f"as many between two decode passes (default: {GPU_CHUNK} on a GPU, {CPU_CHUNK} on a CPU; "
+        f"on CUDA at least {ROUNDING['cuda']})")
     add("--prefix-cache-bytes", metavar="SIZE", type=byte_size, help="bound on stored prefixes, "
         f"e.g. 4GB; 0 turns the cache off (default: {CACHE_SHARE:.0%}% of the device's memory)")
     add("--max-tokens", metavar="N", type=whole(1), default=512,

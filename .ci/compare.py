@@ -2,7 +2,7 @@
 """warmserve beside mlx_lm.server and vllm-mlx: the same models and requests, in one run.
 
     pip install '.[cpu]' && python -m venv /tmp/vllm && /tmp/vllm/bin/pip install vllm-mlx==0.6.0
-    python bench/compare.py MODEL [MODEL ...] --vllm-python /tmp/vllm/bin/python
+    python .ci/compare.py MODEL [MODEL ...] --vllm-python /tmp/vllm/bin/python
 
 Each server is started for each model, gets the system prompt as its warm prompt (mlx_lm.server,
 which has none, as a first request), is measured and stopped. Then the model alone is measured,
@@ -11,14 +11,17 @@ without a server. A line is printed for every figure as it comes, and at last a 
     +60 warm x 8        median TTFT in ms of 8 clients at once, each with the warm system prompt of
                         about 1,700 tokens and 60 of its own; TPOT; seconds until all have ended
     +60 cold x 8        the same with a system prompt that is new in every round
-    gap                 the longest gap in a running stream while a cold prompt arrives; its step
-                        without
+    gap                 the longest gap in a running stream while a cold prompt arrives: the median
+                        of three streams, and their median step before it came
     behind 9k           TTFT of a warm request that comes 0.1 s after a cold one of 9,000 tokens
-    bare                the forward passes over the suffix, and the decode batch, without a server;
-                        decode: bare, and by warmserve's engine in the same process, cold and warm
+    bare                the forward passes over the suffix (of each prompt the best of three, for
+                        kernels are planned in the first), without a server
+    decode              median ms a step of mlx_lm's BatchGenerator (bare) and of warmserve's engine
+                        in the same process, with prompts that are new to it or that it knows
 
 A round of a cell is one request from every client at once. The first round does not count: every
 server compiles kernels and grows buffers for what it sees first. User texts are new every time.
+mlx_lm.server and vllm-mlx know no ignore_eos: compare totals only where all answers are as long.
 """
 
 import argparse
@@ -44,6 +47,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import warmserve as ws  # noqa: E402
 
+SERVERS = ["warmserve", "mlx_lm.server", "vllm-mlx"]
 BOOT_SECONDS = 400  # a first start compiles kernels
 DECODE_STEPS = 96
 Figure = tuple[str, float | None, str]  # its name, its value, and what else is to be told
@@ -91,34 +95,39 @@ def free_port() -> int:
 @contextlib.contextmanager
 def server(args: argparse.Namespace, name: str, model: str) -> Iterator[ws.Target]:
     """A running server, ready and warm."""
-    port, folder = free_port(), Path(tempfile.mkdtemp())
-    warm, home = folder / "agents.json", folder / "home"  # vllm-mlx keeps its cache there
-    warm.write_text(json.dumps([[{"role": "system", "content": args.system}]]))
-    home.mkdir()
-    environment = {**os.environ, **({"HOME": str(home)} if name == "vllm-mlx" else {})}
-    with open(folder / "log", "w") as log:
-        process = subprocess.Popen(commands(args, model, port, str(warm))[name], env=environment,
-                                   stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-    try:
-        target, started = ws.Target(f"http://127.0.0.1:{port}", None), time.monotonic()
-        while not is_up(target):
-            late = time.monotonic() - started > BOOT_SECONDS
-            if late or process.poll() is not None:
-                raise ws.BenchError(f"{name} did not start: {(folder / 'log').read_text()[-500:]}")
-            time.sleep(0.2)
-        target.find_model(model if name == "mlx_lm.server" else None)
-        for words in (5, 8):  # the second one leaves the system prompt in everybody's cache
-            timing = ws.time_request(target, make_body(target, args.system, words, 4))
-        if timing.error:
-            raise ws.BenchError(f"{name}: {timing.error}")
-        yield target
-    finally:
-        process.send_signal(signal.SIGTERM)
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w+") as log:
+        warm, port = Path(folder) / "agents.json", free_port()
+        warm.write_text(json.dumps([[{"role": "system", "content": args.system}]]))
+        # vllm-mlx keeps stored prefixes in its home; downloaded models stay where they are.
+        hub = os.environ.get("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
+        home = {"HOME": folder, "HF_HOME": hub} if name == "vllm-mlx" else {}
+        process = subprocess.Popen(
+            commands(args, model, port, str(warm))[name], env={**os.environ, **home},
+            stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            target = ws.Target(f"http://127.0.0.1:{port}", None)
+            give_up = time.monotonic() + BOOT_SECONDS
+            while not is_up(target):
+                if time.monotonic() > give_up or process.poll() is not None:
+                    raise ws.BenchError(f"did not start: {Path(log.name).read_text()[-500:]}")
+                time.sleep(0.2)
+            target.find_model(model if name == "mlx_lm.server" else None)
+            for words in (5, 8):  # the second one leaves the system prompt in everybody's cache
+                timing = ws.time_request(target, make_body(target, args.system, words, 4))
+            if timing.error:
+                raise ws.BenchError(timing.error)
+            yield target
+        finally:
+            end(process)
+
+
+def end(process: subprocess.Popen) -> None:
+    process.terminate()
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def is_up(target: ws.Target) -> bool:
@@ -150,7 +159,7 @@ def measure_cell(args: argparse.Namespace, target: ws.Target, suffix: int, mode:
         round_ = ws.Cell("", target, "", clients) if number < 0 else cell
         round_.run_round(bodies)
     row, name = cell.row(), f"+{suffix} {mode} x {clients}"
-    told = f"cached {row['cached_tokens']} of {row['prompt_tokens']}"
+    told = "cached {cached_tokens} of {prompt_tokens}, {completion_tokens} generated".format(**row)
     yield f"{name}: TTFT ms", row["ttft_ms"], "; ".join([told, *cell.failures()])
     yield f"{name}: TPOT ms", row["tpot_ms"], ""
     yield f"{name}: total s", round(cell.wall_s / args.rounds, 2), ""
@@ -221,44 +230,52 @@ def bare(model: str, args: argparse.Namespace) -> None:
     engine.start()
     while engine.state == "loading":
         time.sleep(0.05)
+    if engine.state != "ready":
+        raise SystemExit(engine.error)
 
-    def prompt(num_words: int) -> list[int]:
-        return engine.chat.encode(make_words(num_words))
+    def prompt(num_words: int) -> ws.Sequence:
+        messages = [{"role": "system", "content": args.system},
+                    {"role": "user", "content": make_words(num_words)}]
+        params = ws.SamplingParams(max_tokens=DECODE_STEPS, ignore_eos=True)
+        return engine.chat.sequence(messages, None, {}, params)
 
-    system = engine.chat.encode(args.system)
+    def tell(name: str, figure: str, values: list[float]) -> None:
+        value = round(statistics.median(values), 2)
+        print(json.dumps([name, figure, value, str(values)]), flush=True)
+
     for suffix in args.suffixes:
-        times = [in_engine(engine, bare_prefill, system, prompt(round(suffix / 1.05)))
-                 for _ in range(4)]
-        figure = f"+{suffix} warm x 1: TTFT ms"
-        print(json.dumps(["bare", figure, min(times), str(times)]), flush=True)
+        prompts = [prompt(round(suffix / 1.05)) for _ in range(4)]
+        times = [in_engine(engine, bare_prefill, seq) for seq in prompts]
+        tell("bare", f"+{suffix} warm x 1: TTFT ms", times)
     for rows in (1, 8):
-        figures = {"bare": [], "cold": [], "warm": []}
-        for number in range(4):
-            prompts = [system + prompt(60) for _ in range(rows)]
-            seqs = [ws.Sequence(ids, ws.SamplingParams(max_tokens=DECODE_STEPS, ignore_eos=True))
-                    for ids in prompts * 2]
-            step = in_engine(engine, bare_decode, prompts)
-            parts = [engine_decode(engine, seqs[:rows]), engine_decode(engine, seqs[rows:])]
-            if number:  # the first time compiles kernels
-                for name, value in zip(figures, [step, *parts], strict=True):
-                    figures[name].append(value)
-        for mode in ("cold", "warm"):
-            for name, key in (("bare", "bare"), ("warmserve", mode)):
-                figure, value = f"decode x {rows}, {mode}: ms", statistics.median(figures[key])
-                print(json.dumps([name, figure, value, str(figures[key])]), flush=True)
+        alone, cold, warm = [], [], []
+        for _ in range(4):
+            prompts = [prompt(60) for _ in range(rows)]
+            again = [ws.Sequence(seq.prompt_ids, seq.params) for seq in prompts]
+            alone.append(in_engine(engine, bare_decode, [seq.prompt_ids for seq in prompts]))
+            engine.clear().wait()
+            cold.append(engine_decode(engine, prompts))
+            warm.append(engine_decode(engine, again))
+        for mode, ours in (("cold", cold), ("warm", warm)):  # the first time compiles kernels
+            tell("bare", f"decode x {rows}, {mode}: ms", alone[1:])
+            tell("warmserve", f"decode x {rows}, {mode}: ms", ours[1:])
     os._exit(0)
 
 
-def bare_prefill(engine: ws.Engine, system: list[int], suffix: list[int]) -> float:
+def bare_prefill(engine: ws.Engine, seq: ws.Sequence) -> float:
+    """ms from the caches of the system prompt to the first token, in the engine's chunks."""
     mx, runner, times = ws.mx, engine.runner, []
+    (length,) = seq.boundaries
     with mx.stream(runner.generator.stream):
         kv = runner.new_kv()
-        runner.model(mx.array([system]), cache=kv)
+        runner.model(mx.array([seq.prompt_ids[:length]]), cache=kv)
         mx.eval([c.state for c in kv])
         for _ in range(3):
-            fork, rest, started = copy.deepcopy(kv), suffix, time.perf_counter()
+            fork, rest = copy.deepcopy(kv), seq.prompt_ids[length:]
+            started = time.perf_counter()
             while len(rest) > engine.final_pass:
-                part, rest = rest[: engine.prefill_step_size], rest[engine.prefill_step_size :]
+                size = min(engine.prefill_step_size, len(rest) - 1)
+                part, rest = rest[:size], rest[size:]
                 runner.model(mx.array([part]), cache=fork)
                 mx.async_eval([c.state for c in fork])
             mx.eval(mx.argmax(runner.model(mx.array([rest]), cache=fork)[:, -1], -1))
@@ -313,9 +330,10 @@ def engine_decode(engine: ws.Engine, seqs: list[ws.Sequence]) -> float:
 # -- all of it --
 
 
-def compare(args: argparse.Namespace, model: str) -> dict[str, dict[str, float]]:
-    """{figure: {server: value}}"""
+def compare(args: argparse.Namespace, model: str) -> tuple[dict[str, dict[str, float]], bool]:
+    """{figure: {server: value}}, and whether all was measured."""
     table: dict[str, dict[str, float]] = {}
+    complete = True
 
     def note(name: str, figure: str, value: float | None, told: str) -> None:
         print(f"{Path(model).name} | {name} | {figure} = {value}   {told}", flush=True)
@@ -327,14 +345,16 @@ def compare(args: argparse.Namespace, model: str) -> dict[str, dict[str, float]]
             with server(args, name, model) as target:
                 for figure in measure(args, target):
                     note(name, *figure)
-        except ws.BenchError as error:
-            print(f"{Path(model).name} | {name} | {error}", flush=True)
+        except Exception as error:  # a server may break in any way; the others are measured
+            complete = False
+            print(f"{Path(model).name} | {name} | {ws.describe_error(error)}", flush=True)
     if args.bare:
         command = [sys.executable, __file__, *sys.argv[1:], "--only-bare", model]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             for line in process.stdout:
                 note(*json.loads(line))
-    return table
+        complete &= process.returncode == 0
+    return table, complete
 
 
 def render(model: str, table: dict[str, dict[str, float]], servers: list[str]) -> str:
@@ -353,11 +373,10 @@ def render(model: str, table: dict[str, dict[str, float]], servers: list[str]) -
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["warmserve", "mlx_lm.server", "vllm-mlx"]
     flag = parser.add_argument
     flag("models", nargs="+", metavar="MODEL", help="mlx-lm folder or Hub repo id")
-    flag("--servers", type=lambda text: text.split(","), default=names, metavar="LIST",
-         help=f"the first one is compared with the others ({','.join(names)})")
+    flag("--servers", type=lambda text: text.split(","), default=SERVERS, metavar="LIST",
+         help=f"the first one is compared with the others ({','.join(SERVERS)})")
     flag("--clients", type=ws.int_list, default=[1, 4, 8], metavar="LIST")
     flag("--suffixes", type=ws.int_list, default=[60, 2500], metavar="LIST",
          help="tokens of a user's text (60,2500)")
@@ -372,13 +391,18 @@ def main() -> int:
     flag("--no-bare", dest="bare", action="store_false", help="servers only")
     flag("--only-bare", metavar="MODEL", help=argparse.SUPPRESS)  # bare() in its own process
     args = parser.parse_args()
+    if unknown := {*args.servers} - {*SERVERS}:
+        parser.error(f"--servers: no such server: {', '.join(unknown)}")
     args.system = "You are an assistant. " + make_words(args.system_words)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end the server that is running
     if args.only_bare:
         bare(args.only_bare, args)
+    code = 0
     for model in args.models:
-        table = compare(args, model)
+        table, complete = compare(args, model)
+        code |= not complete
         print("\n" + render(model, table, args.servers) + "\n", flush=True)
-    return 0
+    return code
 
 
 if __name__ == "__main__":
