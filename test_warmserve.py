@@ -1678,6 +1678,21 @@ def test_a_rank_that_fails_alone_ends_the_engine(model_path):
         wait_until(lambda: engine.state == "failed")
 
 
+def test_freed_memory_is_given_back_once_when_nothing_comes_for_a_while(model_path, monkeypatch):
+    rests = []
+    monkeypatch.setattr(ws.ModelRunner, "rest", lambda self: rests.append(1))
+    monkeypatch.setattr(ws, "REST_AFTER", 3600)
+    with running(model_path("qwen3")) as engine:
+        for _ in range(3):
+            answer(ask(engine, [user("hi")]))
+        assert not rests
+        monkeypatch.setattr(ws, "REST_AFTER", 0.01)
+        answer(ask(engine, [user("hi")]))
+        wait_until(lambda: rests)
+        answer(ask(engine, [user("hi")]))  # comes while it rests
+        wait_until(lambda: len(rests) == 2)
+
+
 def test_nothing_is_taken_once_the_engine_is_told_to_stop(model_path):
     """Even while a long pass keeps it from stopping: nobody would answer."""
     with running(model_path("qwen3")) as engine, paused(engine):
