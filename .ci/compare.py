@@ -243,16 +243,19 @@ def bare(model: str, args: argparse.Namespace) -> None:
         value = round(statistics.median(values), 2)
         print(json.dumps([name, figure, value, str(values)]), flush=True)
 
+    (length,) = prompt(5).boundaries
+    system = in_engine(engine, bare_system, prompt(5).prompt_ids[:length])
     for suffix in args.suffixes:
-        prompts = [prompt(round(suffix / 1.05)) for _ in range(4)]
-        times = [in_engine(engine, bare_prefill, seq) for seq in prompts]
+        prompts = [prompt(round(suffix / 1.05)).prompt_ids for _ in range(4)]
+        times = [in_engine(engine, bare_prefill, system, ids[length:]) for ids in prompts]
         tell("bare", f"+{suffix} warm x 1: TTFT ms", times)
     for rows in (1, 8):
         alone, cold, warm = [], [], []
         for _ in range(4):
             prompts = [prompt(60) for _ in range(rows)]
             again = [ws.Sequence(seq.prompt_ids, seq.params) for seq in prompts]
-            alone.append(in_engine(engine, bare_decode, [seq.prompt_ids for seq in prompts]))
+            suffixes = [seq.prompt_ids[length:] for seq in prompts]
+            alone.append(in_engine(engine, bare_decode, system, suffixes))
             engine.clear().wait()
             cold.append(engine_decode(engine, prompts))
             warm.append(engine_decode(engine, again))
@@ -262,43 +265,46 @@ def bare(model: str, args: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def bare_prefill(engine: ws.Engine, seq: ws.Sequence) -> float:
+def bare_system(engine: ws.Engine, ids: list[int]) -> list[Any]:
+    """The caches of the system prompt."""
+    kv = engine.runner.new_kv()
+    with ws.mx.stream(engine.runner.generator.stream):
+        engine.runner.model(ws.mx.array([ids]), cache=kv)
+        ws.mx.eval([c.state for c in kv])
+    return kv
+
+
+def bare_prefill(engine: ws.Engine, system: list[Any], suffix: list[int]) -> float:
     """ms from the caches of the system prompt to the first token, in the engine's chunks."""
     mx, runner, times = ws.mx, engine.runner, []
-    (length,) = seq.boundaries
     with mx.stream(runner.generator.stream):
-        kv = runner.new_kv()
-        runner.model(mx.array([seq.prompt_ids[:length]]), cache=kv)
-        mx.eval([c.state for c in kv])
         for _ in range(3):
-            fork, rest = copy.deepcopy(kv), seq.prompt_ids[length:]
-            started = time.perf_counter()
+            kv, rest, started = copy.deepcopy(system), suffix, time.perf_counter()
             while len(rest) > engine.final_pass:
                 size = min(engine.prefill_step_size, len(rest) - 1)
                 part, rest = rest[:size], rest[size:]
-                runner.model(mx.array([part]), cache=fork)
-                mx.async_eval([c.state for c in fork])
-            mx.eval(mx.argmax(runner.model(mx.array([rest]), cache=fork)[:, -1], -1))
+                runner.model(mx.array([part]), cache=kv)
+                mx.async_eval([c.state for c in kv])
+            mx.eval(mx.argmax(runner.model(mx.array([rest]), cache=kv)[:, -1], -1))
             times.append(1e3 * (time.perf_counter() - started))
     return round(min(times), 1)
 
 
-def bare_decode(engine: ws.Engine, prompts: list[list[int]]) -> float:
-    """Median ms a step of mlx_lm's BatchGenerator with these rows."""
+def bare_decode(engine: ws.Engine, system: list[Any], suffixes: list[list[int]]) -> float:
+    """Median ms a step of mlx_lm's BatchGenerator with a row for each of these."""
     from mlx_lm.generate import BatchGenerator
 
     generator = BatchGenerator(engine.runner.model, completion_batch_size=64,
                                prefill_batch_size=64, max_tokens=DECODE_STEPS + 8)
     firsts, kvs = [], []
-    for ids in prompts:  # one by one: its own batched prefill takes more memory, and may fail
-        kv = engine.runner.new_kv()
-        logits = engine.runner.model(ws.mx.array([ids]), cache=kv)[:, -1]
+    for ids in suffixes:  # one by one: its own batched prefill takes more memory, and may fail
+        kvs.append(copy.deepcopy(system))
+        logits = engine.runner.model(ws.mx.array([ids]), cache=kvs[-1])[:, -1]
         firsts.append([ws.mx.argmax(logits, -1).item()])
-        kvs.append(kv)
-    generator.insert(firsts, caches=kvs, all_tokens=[list(ids) for ids in prompts],
-                     stop_sequences=[engine.runner.no_stop] * len(prompts))
+    generator.insert(firsts, caches=kvs, all_tokens=suffixes,
+                     stop_sequences=[engine.runner.no_stop] * len(suffixes))
     count, times = 0, []
-    while count < 3 * len(prompts):
+    while count < 3 * len(suffixes):
         count += len(generator.next()[1])
     for _ in range(DECODE_STEPS - 8):
         started = time.perf_counter()
@@ -351,8 +357,12 @@ def compare(args: argparse.Namespace, model: str) -> tuple[dict[str, dict[str, f
     if args.bare:
         command = [sys.executable, __file__, *sys.argv[1:], "--only-bare", model]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout:
-                note(*json.loads(line))
+            try:
+                for line in process.stdout:
+                    note(*json.loads(line))
+            except BaseException:  # a signal, too
+                process.kill()
+                raise
         complete &= process.returncode == 0
     return table, complete
 
@@ -394,9 +404,9 @@ def main() -> int:
     if unknown := {*args.servers} - {*SERVERS}:
         parser.error(f"--servers: no such server: {', '.join(unknown)}")
     args.system = "You are an assistant. " + make_words(args.system_words)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end the server that is running
     if args.only_bare:
         bare(args.only_bare, args)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end the server that is running
     code = 0
     for model in args.models:
         table, complete = compare(args, model)
