@@ -748,6 +748,12 @@ def can_trim(kv: KV) -> bool:
     return all(c.is_trimmable() and not getattr(c, "start_position", 0) for c in kv)
 
 
+def trim(kv: KV, num_tokens: int) -> None:
+    """Take tokens off the end of these caches."""
+    for cache in kv if num_tokens else ():  # of no token, caches that cannot are asked nothing
+        cache.trim(num_tokens)
+
+
 WORTHWHILE = 32  # tokens: to share fewer, prompts set no boundary and entries are not trimmed
 DETOUR = 8  # tokens: for less, an entry is not trimmed where another one fits as it is
 
@@ -847,8 +853,7 @@ class PrefixCache:
             self.tokens_saved += num_tokens
         kv = copy.deepcopy(entry.kv)
         if num_tokens < entry.num_tokens:
-            for cache in kv:
-                cache.trim(entry.num_tokens - num_tokens)
+            trim(kv, entry.num_tokens - num_tokens)
             for part in kv_parts(kv):
                 # By name, or mlx_lm had to be imported here.
                 if type(part).__name__ == "KVCache" and part.keys is not None:
@@ -1199,15 +1204,11 @@ class ModelRunner:
         # context, where some models have no positions.
         if end - seq.num_prefilled == 1 or end + behind > self.context:
             again = behind = 0
-        self.trim(seq.kv, again)
+        trim(seq.kv, again)
         ids = seq.prompt_ids[seq.num_prefilled - again : end] + [0] * behind
         logits = self.model(mx.array([ids]), cache=seq.kv)  # (1, len(ids), vocab_size)
-        self.trim(seq.kv, behind)
+        trim(seq.kv, behind)
         return logits[:, -1 - behind, :]
-
-    def trim(self, kv: KV, num_tokens: int) -> None:
-        for cache in kv if num_tokens else ():
-            cache.trim(num_tokens)
 
     def first_token(self, seq: Sequence) -> tuple[int, Any]:
         """(5) The prompt's last pass: the sampled token, and its logprobs (vocab_size,)."""
@@ -1759,7 +1760,7 @@ class Engine:
         # Always a whole chunk, with what is computed again, though it may overdraw the budget.
         chunk_end = done + self.prefill_step_size
         target = min(target, chunk_end - chunk_end % self.runner.rounding)
-        # Before the last pass there is nothing to wait for: it is planned while this one runs.
+        # Before the last pass there is nothing to wait for: it is built while this one runs.
         # A warm prompt has no such pass: its entry is complete when it is computed.
         wait = not self.rows and (seq.pinned or end - target > self.final_pass)
         self.runner.prefill(seq, target, wait)
